@@ -198,6 +198,17 @@ def runs_on_gpu(
     return reason is None, reason or purpose
 
 
+def runs_on_triton(compute_capability: int | None, purpose: str) -> Answer:
+    """`is_supported` of kernels in Triton: SM80 and later; on this machine also where Triton is
+    installed. Arguments as of `runs_on_gpu`."""
+    return runs_on_gpu(
+        compute_capability,
+        80,
+        lambda: missing_module("triton", "pip install halfbyte[gpu]"),
+        purpose,
+    )
+
+
 def missing_module(module: str, source: str) -> str | None:
     """Why a module cannot be used, and how to install it; None if it is installed."""
     return None if is_installed(module) else f"needs {module} ({source})"

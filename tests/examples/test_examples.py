@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 NAMES = (
     "attention_on_tensors",
     "batch_generation",
+    "move_pages",
     "own_cache_dtype",
     "quantize_and_serve",
     "transformers_cache",
@@ -52,6 +53,14 @@ def test_batch_generation() -> None:
     texts = example("batch_generation").main(bundled_model_path())
     assert len(texts) == 5
     assert texts[0] == texts[-1] != ""
+
+
+def test_move_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    pool = example("move_pages").main()
+    assert pool.layout(0).num_kv_heads == 4
+    out = capsys.readouterr().out
+    assert "0 pages in use" in out
+    assert f"{pool.num_bytes:,} together" in out
 
 
 def test_quantize_and_serve(tmp_path: Path) -> None:

@@ -37,8 +37,6 @@ def test_append_takes_a_page_only_when_the_last_is_full() -> None:
     tables.add("a")
     pages: list[int] = []
     for count, expected in ((0, 0), (1, 1), (3, 1), (1, 2), (8, 4)):
-        needed = tables.num_new_pages("a", count)
-        assert needed == expected - len(pages)
         tables.append("a", count)
         assert tables.table("a")[: len(pages)] == pages
         pages = tables.table("a")
@@ -96,7 +94,6 @@ def test_out_of_pages_by_the_copy_of_a_shared_page_alone() -> None:
     tables.add("a")
     tables.append("a", 6)
     tables.fork("a", "b")
-    assert tables.num_new_pages("b", 1) == 1
     before = tables.pool.buffer.clone()
     with pytest.raises(OutOfPagesError):
         tables.append("b", 1)
@@ -120,7 +117,6 @@ def test_fork_copies_only_the_partial_page_and_at_a_write() -> None:
     assert fresh not in (first, second)
     assert torch.equal(tables.pool.read_pages([fresh]), content)
     # The parent holds its page alone again and writes in place.
-    assert tables.num_new_pages("a", 1) == 0
     tables.append("a", 1)
     assert tables.table("a") == [first, second]
     tables.check_integrity()
@@ -131,7 +127,6 @@ def test_fork_at_a_page_boundary_copies_nothing() -> None:
     tables.add("a")
     tables.append("a", 8)
     tables.fork("a", "b")
-    assert tables.num_new_pages("b", 1) == 1
     tables.append("b", 1)
     assert tables.table("b")[:2] == tables.table("a")
     assert tables.allocator.num_used == 3
@@ -370,7 +365,6 @@ def test_can_grow_makes_room_for_a_sequence_that_comes_back() -> None:
         ("length", ("x",)),
         ("table", ("x",)),
         ("append", ("x", 1)),
-        ("num_new_pages", ("x", 1)),
         ("crop", ("x", 0)),
         ("fork", ("x", "y")),
         ("free", ("x",)),

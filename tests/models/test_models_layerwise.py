@@ -189,6 +189,15 @@ class TestCalibrateCheckpoint:
         assert record.message.startswith("calibrated with the whole model in memory: ")
         assert "\n" not in record.message
 
+    def test_other_quantization_is_refused_with_a_way_out(self, folder: Path) -> None:
+        file = folder / "config.json"
+        section = {"quant_method": "gptq", "bits": 4}
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": section}))
+        with pytest.raises(
+            CheckpointError, match=r"found quant_method 'gptq'; use the unquantized checkpoint$"
+        ):
+            streamed(folder)
+
     @pytest.mark.parametrize("tensor", ["model.layers.2.mlp.up_proj.weight", "lm_head.weight"])
     def test_missing_weights_are_an_error(
         self, folder: Path, tensor: str, caplog: pytest.LogCaptureFixture

@@ -35,7 +35,7 @@ class AttentionConfig:
     """Neither a row nor the choice of a backend may depend on the rest of the batch."""
     return_lse: bool = False
     aligned_pages: bool = True
-    """Whether pages begin at multiples of 16 bytes, less than 4 GiB apart."""
+    """Whether pages are aligned to 16 bytes, less than 4 GiB apart."""
     transform: bool = False
     """Whether K was changed before it was packed (`KVTransform`)."""
     segment: int = 0
@@ -54,6 +54,13 @@ class AttentionConfig:
 _Prepared = TypeVar("_Prepared")
 
 
+class _TypedKey(NamedTuple):
+    """A key of `AttentionPlans`: named tuples of different classes may be equal."""
+
+    kind: type
+    key: Hashable
+
+
 class AttentionPlans:
     """Caches plans and chosen backends for all layers of a step.
 
@@ -64,7 +71,7 @@ class AttentionPlans:
     """
 
     def __init__(self) -> None:
-        self._prepared: dict[tuple[type, Hashable], Any] = {}
+        self._prepared: dict[_TypedKey, Any] = {}
 
     def get(self, key: Hashable, prepare: Callable[[], _Prepared]) -> _Prepared:
         """The value cached for a key; calls `prepare` to make it if there is none.
@@ -74,7 +81,7 @@ class AttentionPlans:
                 classes differ, whatever is in them.
             prepare: makes the value.
         """
-        typed = (type(key), key)
+        typed = _TypedKey(type(key), key)
         if typed not in self._prepared:
             self._prepared[typed] = prepare()
         return self._prepared[typed]

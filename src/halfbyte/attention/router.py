@@ -1,4 +1,12 @@
-"""Chooses backends: one per batch, or per part of a batch that mixes prompts and decode steps."""
+"""Chooses backends: one per batch, or per part of a batch that mixes prompts and decode steps.
+
+A backend is selected for the whole batch first, and then asked which sequences it leaves out
+(`AttentionBackend.split_off`). Splitting first would take lengths, which are on the GPU: reading
+them back syncs the host, and cannot be captured in a CUDA graph. Selection only takes what the host
+knows (`AttentionConfig`), so that only batches that run on `dense`, which reads lengths back for
+its plan anyway, are split. What `dense` leaves out is marked (`split_off`): it depends on lengths
+and on the size of its workspace, so that selection without the mark would find `dense` again.
+"""
 
 from functools import partial
 from typing import NamedTuple

@@ -102,7 +102,7 @@ class ProductBenchmark(ABC):
     """A subclass of `RandomWeights`, made of shape, device and dtype."""
     shapes: ClassVar[dict[str, Sequence[Any]]]
     tokens: ClassVar[dict[str, Sequence[int]]]
-    """Both by type of device, for callers who give none."""
+    """Default shapes and tokens, by `torch.device.type`."""
 
     def __init__(
         self,

@@ -101,7 +101,10 @@ def is_kv_offset(name: str) -> bool:
 
 
 def looks_like_kv_scale(name: str) -> bool:
-    """Whether this is a scale of K or V by a name that is not known, not that of another model."""
+    """Whether a name that `parse_kv_scale` does not know seems to be that of a scale of K or V.
+
+    Names of other models in the same files, such as drafts, are excluded.
+    """
     if parse_kv_scale(name) is not None or _OTHER_MODELS.search(name):
         return False
     if _OTHER_MODULES.search(name) is not None:

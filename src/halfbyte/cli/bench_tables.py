@@ -1,7 +1,7 @@
 """Tables of `halfbyte bench` reports, at most 90 columns wide, and their failures."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
@@ -41,12 +41,19 @@ def tables(report: "Report") -> Iterator[Table]:
         yield table
 
 
-def failures(report: "Report") -> dict[tuple[str, str], str]:
-    """Errors of failed measurements, by row and contender."""
+class Measurement(NamedTuple):
+    """An entry of a report."""
+
+    row: str
+    contender: str
+
+
+def failures(report: "Report") -> dict[Measurement, str]:
+    """Errors of failed measurements."""
     from halfbyte.measure.report import contenders
 
     return {
-        (row["name"], name): entry["failed"]
+        Measurement(row["name"], name): entry["failed"]
         for row in report["microseconds"]
         for name, entry in contenders(row).items()
         if "failed" in entry

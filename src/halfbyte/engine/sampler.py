@@ -134,7 +134,7 @@ def _sampled(token: float, largest: float, largest_allowed: float) -> Sampled:
     if not math.isfinite(largest):
         error = f"the model's logits have {largest} for their largest"
     elif not math.isfinite(largest_allowed):
-        error = "min_tokens: every token that the model gives a chance would end the text"
+        error = "min_tokens: only tokens that end the text have finite logits; lower min_tokens"
     return Sampled(int(token), error)
 
 

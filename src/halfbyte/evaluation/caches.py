@@ -1,6 +1,7 @@
 """Formats and recipes under test: one pool for each, all with the same tokens."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -13,7 +14,13 @@ from halfbyte.layouts import KVCacheDType
 from halfbyte.models import KVQuantization, layer_specs, resolve_kv_scales
 from halfbyte.models.kv_setup import KVSetup, applicable_recipe
 
-CacheName = tuple[KVCacheDType, KVRecipe]
+
+class CacheName(NamedTuple):
+    """What is under test."""
+
+    dtype: KVCacheDType
+    """Of K."""
+    recipe: KVRecipe
 
 
 def names_and_scales(
@@ -60,7 +67,7 @@ def names_and_scales(
     for recipe in recipes:
         applicable_recipe(recipe, set(formats))  # warns
     names = [
-        (name, recipe)
+        CacheName(name, recipe)
         for name in formats
         for recipe in (recipes if name.is_nvfp4 else [KVRecipe()])
     ]
@@ -69,7 +76,7 @@ def names_and_scales(
             found[recipe.changes_k] = resolve_kv_scales(
                 model, set(formats), given=kv_scales, tokenizer=tokenizer, recipe=recipe
             )
-    return names, {name: found[name[1].changes_k] for name in names}
+    return names, {name: found[name.recipe.changes_k] for name in names}
 
 
 class MeasuredCache:

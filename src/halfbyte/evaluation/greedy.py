@@ -78,7 +78,7 @@ def evaluate_greedy(
             attention_backend=attention_backend,
         )
 
-    baseline = cache_of((BASELINE, KVRecipe()))
+    baseline = cache_of(CacheName(BASELINE, KVRecipe()))
     expected = _continue(baseline, prompts, new_tokens, chunk_size)
     results = []
     for name in names:
@@ -87,8 +87,8 @@ def evaluate_greedy(
         agreed = torch.tensor([_shared(*pair) for pair in pairs], dtype=torch.float64, device="cpu")
         results.append(
             GreedyResult(
-                kv_cache_dtype=name[0].value,
-                kv_recipe=name[1].name,
+                kv_cache_dtype=name.dtype.value,
+                kv_recipe=name.recipe.name,
                 agreed=float(agreed.mean()),
                 agreed_stderr=float(agreed.std() / n**0.5) if (n := len(prompts)) > 1 else None,
                 whole=int((agreed == new_tokens).sum()),

@@ -158,7 +158,7 @@ class _RoundTrip:
             options: as for `PackedCache.attend`.
         """
         found_key, found_value = self._read_back(layer, key, value)
-        sums, recent = self._sums[layer], self.name[1].recent_tokens
+        sums, recent = self._sums[layer], self.name.recipe.recent_tokens
         sums.key.add(key, found_key)
         sums.value.add(value, found_value)
         kv_heads = key.shape[1]

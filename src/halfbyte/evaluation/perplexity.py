@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from halfbyte.evaluation.caches import MeasuredCache, names_and_scales
+from halfbyte.evaluation.caches import CacheName, MeasuredCache, names_and_scales
 from halfbyte.kvcache import KVRecipe, KVScales
 from halfbyte.layouts import KVCacheDType
 
@@ -134,7 +134,7 @@ def evaluate_perplexity(
     names, scales = names_and_scales(
         model, kv_cache_dtypes, kv_recipes, kv_scales, tokenizer, attention_backend
     )
-    baseline_name = (BASELINE, KVRecipe())
+    baseline_name = CacheName(BASELINE, KVRecipe())
     scales.setdefault(baseline_name, None)
     unique = list(dict.fromkeys([baseline_name, *names]))
     vocabulary = model.config.vocab_size

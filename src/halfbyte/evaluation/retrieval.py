@@ -158,8 +158,8 @@ def evaluate_retrieval(
         codes, hits, digits, nll, top1 = (sum(column) for column in zip(*found, strict=True))
         results.append(
             RetrievalResult(
-                kv_cache_dtype=name[0].value,
-                kv_recipe=name[1].name,
+                kv_cache_dtype=name.dtype.value,
+                kv_recipe=name.recipe.name,
                 codes=int(codes),
                 asked=asked,
                 digits=hits / digits,

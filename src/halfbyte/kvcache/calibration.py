@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -93,6 +93,14 @@ def _above_diagonal(x: torch.Tensor) -> torch.Tensor:
     """Rows and columns, int64 `[2, D (D - 1) / 2]`, of the entries above the diagonal."""
     size = x.shape[-1]
     return torch.triu_indices(size, size, offset=1, device=x.device)
+
+
+class _RopeOnDevice(NamedTuple):
+    """A rotary embedding's tables on a device."""
+
+    rope: int
+    """Index in `KVCalibration.ropes`."""
+    device: torch.device
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,14 +196,14 @@ class KVCalibration:
 
     def _rope_on(self, index: int, device: torch.device) -> RopeAverages:
         """A rotary embedding's tables on a device, cached for all layers."""
-        key = (index, device)
+        key = _RopeOnDevice(index, device)
         if key not in self._moved:
             rope = self.ropes[index]
             self._moved[key] = RopeAverages(*(x.to(device) for x in vars(rope).values()))
         return self._moved[key]
 
     @cached_property
-    def _moved(self) -> dict[tuple[int, torch.device], RopeAverages]:
+    def _moved(self) -> dict[_RopeOnDevice, RopeAverages]:
         return {}
 
     def sha256(self) -> str:

@@ -8,6 +8,7 @@ size (with fewer or smaller layers a page holds more tokens), and the rest of a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from halfbyte.kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
@@ -107,9 +108,9 @@ def plan_kv_cache(specs: Sequence[KVCacheSpec], *, unify: str = "block_size") ->
         raise ValueError("specs: a cache needs at least one layer")
     if unify not in ("block_size", "padding"):
         raise ValueError(f"unify: expected 'block_size' or 'padding', got {unify!r}")
-    buckets: dict[tuple[object, ...], list[int]] = {}
+    buckets: dict[_Lifetime, list[int]] = {}
     for layer, spec in enumerate(specs):
-        buckets.setdefault(_lifetime(spec), []).append(layer)
+        buckets.setdefault(_Lifetime.of(spec), []).append(layer)
     groups = [KVCacheGroup.of(layers, [specs[i] for i in layers]) for layers in buckets.values()]
     if unify == "block_size" and len(groups) > 1:
         # Padding that the specs came with was for another page size.
@@ -121,11 +122,18 @@ def plan_kv_cache(specs: Sequence[KVCacheSpec], *, unify: str = "block_size") ->
     return KVCachePlan(tuple(groups), max(group.extent for group in groups))
 
 
-def _lifetime(spec: KVCacheSpec) -> tuple[object, ...]:
-    """What decides when a layer's pages are released: window, chunk size and block size."""
-    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-    chunk = spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
-    return window, chunk, spec.block_size
+class _Lifetime(NamedTuple):
+    """What decides when a layer's pages are released."""
+
+    window: int | None
+    chunk: int | None
+    block_size: int
+
+    @classmethod
+    def of(cls, spec: KVCacheSpec) -> "_Lifetime":
+        window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+        chunk = spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
+        return cls(window, chunk, spec.block_size)
 
 
 def _best_multiples(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:

@@ -108,13 +108,6 @@ class SequenceTables:
             raise ValueError(f"sequence {seq!r} already exists")
         self._add(seq, _Sequence(0, [array("i") for _ in self.pool.plan.groups]))
 
-    def num_new_pages(self, seq: SequenceId, count: int) -> int:
-        """Free pages that `append(seq, count)` would take."""
-        return sum(
-            self._missing(seq, group, count) + (self._shared_tail(seq, group, count) is not None)
-            for group in range(len(self.pool.plan.groups))
-        )
-
     def append(self, seq: SequenceId, count: int) -> None:
         """Allocate room for `count` more tokens, not shared with other sequences.
 

@@ -193,11 +193,6 @@ class NvFp4Linear(LayerState):
                 raise ValueError(f"parts: input_global_scale differs: {scales}")
             self._keep("input_global_scale", inputs[0])
 
-    @property
-    def is_processed(self) -> bool:
-        """Whether the weights are in a kernel's layout."""
-        return self.kernel is not None
-
     def config(self) -> NvFp4LinearLayerConfig:
         """The layer's sizes and options, by which a kernel is selected."""
         device = next((p.device for p in self.parameters()), torch.device("cpu"))

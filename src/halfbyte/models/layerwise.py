@@ -129,7 +129,11 @@ class StreamedModel:
         section = getattr(config, "quantization_config", None)
         declaration = read_declaration(folder, {"quantization_config": section})
         if declaration is None and section is not None:
-            raise CheckpointError(f"{folder}: is quantized by a method that is read whole")
+            method = section.get("quant_method") if isinstance(section, dict) else None
+            raise CheckpointError(
+                f"{folder}: expected unquantized or NVFP4 weights, which are read layer by layer, "
+                f"found quant_method {method!r}; use the unquantized checkpoint"
+            )
         self._index = named_as_modules(CheckpointIndex.read(folder), config.model_type)
         check_sizes(config, self._index)
         self._device = device

@@ -7,10 +7,9 @@ import torch
 
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.runs import matrix_of
-from halfbyte.moe.base import MoeKernel
+from halfbyte.moe.base import OperatorKernel
 from halfbyte.moe.experts import ExpertMatrices, GatedActivation, PackedExperts
 
-_MATRICES = ("gate_up", "down")
 _PARTS = ("weight", "scales", "global_scale", "bias")
 
 
@@ -107,39 +106,14 @@ def as_loaded_op(name: str) -> Callable[[Product], Callable[..., torch.Tensor]]:
     return register
 
 
-class AsLoadedKernel(MoeKernel):
+class AsLoadedKernel(OperatorKernel):
     """Calls one operator on the tensors as loaded."""
 
-    product: ClassVar[Callable[..., torch.Tensor]]
-    """The operator: (x, ids, weights, eight tensors of the experts, the activation's fields, n,
-    batch_invariant) -> `[M, n]`."""
+    parts: ClassVar[tuple[str, ...]] = _PARTS
 
     def prepare(self, experts: PackedExperts) -> dict[str, torch.Tensor]:
         """The tensors as loaded."""
         return to_tensors(experts)
-
-    def apply(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        hidden: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `MoeKernel.apply`."""
-        config, activation = self.config, self.config.activation
-        matrices = [tensor for name in _MATRICES for tensor in matrices_of(tensors, name)]
-        return type(self).product(
-            hidden,
-            topk_ids,
-            topk_weights,
-            *matrices,
-            activation.alpha,
-            activation.limit,
-            activation.up_offset,
-            activation.interleaved,
-            config.hidden_size,
-            config.batch_invariant,
-        )
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> PackedExperts:
         """The tensors themselves."""

@@ -13,7 +13,7 @@ adds nothing: expert-parallel ranks mark the experts of other ranks so. Weights 
 normalizing them is the router's task."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -140,3 +140,36 @@ class MoeKernel(ABC):
         Args:
             tensors: the result of `prepare`.
         """
+
+
+class OperatorKernel(MoeKernel):
+    """A kernel that is one operator of torch, which takes the tensors of `prepare` one by one."""
+
+    product: ClassVar[Callable[..., torch.Tensor]]
+    """The operator: (x, ids, weights, the tensors of gate_up and of down, the activation's fields,
+    n, batch_invariant) -> `[M, n]`."""
+    parts: ClassVar[tuple[str, ...]]
+    """Names of these tensors without `gate_up_` and `down_`; None for those that a layer lacks."""
+
+    def apply(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `MoeKernel.apply`."""
+        config, activation = self.config, self.config.activation
+        names = [f"{name}_{part}" for name in ("gate_up", "down") for part in self.parts]
+        return type(self).product(
+            hidden,
+            topk_ids,
+            topk_weights,
+            *(tensors.get(name) for name in names),
+            activation.alpha,
+            activation.limit,
+            activation.up_offset,
+            activation.interleaved,
+            config.hidden_size,
+            config.batch_invariant,
+        )

@@ -16,7 +16,7 @@ from halfbyte.dispatch import Answer
 from halfbyte.kernels.cpu.library import is_built
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.w4a16.cpu import PackedWeight, linear_cpu, pack_weight, unpack_weight
-from halfbyte.moe.base import MoeConfig, MoeKernel
+from halfbyte.moe.base import MoeConfig, OperatorKernel
 from halfbyte.moe.experts import ExpertMatrices, GatedActivation, PackedExperts
 from halfbyte.moe.mxfp4_blocks import as_nvfp4
 from halfbyte.moe.pairs import hit_experts, weighted_sum
@@ -79,7 +79,7 @@ def _product(
     return linear_cpu(rows, weight, own, batch_invariant=batch_invariant)
 
 
-class CpuKernel(MoeKernel):
+class CpuKernel(OperatorKernel):
     """`linear_cpu` per expert; built with the package.
 
     Its tensors, for `gate_up` and `down`: codes and blocks in the order of `PackedWeight`, a
@@ -87,6 +87,8 @@ class CpuKernel(MoeKernel):
     """
 
     name: ClassVar[str] = "cpu"
+    product = staticmethod(nvfp4_moe_cpu)
+    parts: ClassVar[tuple[str, ...]] = ("codes", "blocks", "row_scales", "bias")
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -108,35 +110,6 @@ class CpuKernel(MoeKernel):
         """
         gate_up = _prepared("gate_up", experts.gate_up, experts.activation.interleaved)
         return gate_up | _prepared("down", experts.down, False)
-
-    def apply(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        hidden: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `MoeKernel.apply`."""
-        config, activation = self.config, self.config.activation
-        return nvfp4_moe_cpu(
-            hidden,
-            topk_ids,
-            topk_weights,
-            tensors["gate_up_codes"],
-            tensors["gate_up_blocks"],
-            tensors["gate_up_row_scales"],
-            tensors.get("gate_up_bias"),
-            tensors["down_codes"],
-            tensors["down_blocks"],
-            tensors["down_row_scales"],
-            tensors.get("down_bias"),
-            activation.alpha,
-            activation.limit,
-            activation.up_offset,
-            activation.interleaved,
-            config.hidden_size,
-            config.batch_invariant,
-        )
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> PackedExperts:
         """The same bytes in the order as loaded."""

@@ -5,7 +5,7 @@ dialect; the layer holds two stacks of matrices (`PackedExperts`). A file's glob
 as the file has them, because 1/(1/g) is not always g."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -34,6 +34,13 @@ PROJECTIONS: tuple[Projection, ...] = ("gate_proj", "up_proj", "down_proj")
 _GLOBAL_SCALES: tuple[Role, ...] = ("weight_global_scale", "input_global_scale")
 Place = tuple[int, Projection]
 """An expert's projection."""
+
+
+class _TensorName(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    place: Place
+    role: Role
 
 
 class NvFp4Experts(ExpertsLayer):
@@ -79,8 +86,8 @@ class NvFp4Experts(ExpertsLayer):
         if activation.interleaved:
             raise ValueError("activation: expected one that is not interleaved, got interleaved")
         self.dialect: Dialect = dialect
-        self._stored: dict[tuple[Place, Role], StoredScale] = {}
-        self._given: set[tuple[Place, Role]] = set()
+        self._stored: dict[_TensorName, StoredScale] = {}
+        self._given: set[_TensorName] = set()
         self._make_empty(device)
 
     def _make_empty(self, device: torch.device | str | None) -> None:
@@ -111,7 +118,7 @@ class NvFp4Experts(ExpertsLayer):
         stack, rows = self._rows(place[1])
         matrices = getattr(self.packed_experts(), stack)
         weight, scales = matrices.weight[place[0], rows], matrices.scales[place[0], rows]
-        stored = self._stored[place, "weight_global_scale"]
+        stored = self._stored[_TensorName(place, "weight_global_scale")]
         if dtype == torch.float64:
             return nvfp4.dequantize(
                 weight, scales, stored.decode_weights().to(weight.device), dtype
@@ -166,11 +173,11 @@ class NvFp4Experts(ExpertsLayer):
         stack, rows = self._rows(place[1])
         for role, tensor in by_role.items():
             if role != "input_global_scale":  # only kept, to be written again
-                self._given.add((place, role))
+                self._given.add(_TensorName(place, role))
             if role in _GLOBAL_SCALES:
                 # On the CPU: comparing scalars must not sync the GPU.
                 stored = StoredScale(tensor.detach().clone().cpu(), is_decode)
-                self._stored[place, role] = stored
+                self._stored[_TensorName(place, role)] = stored
                 continue
             part = {"weight": "weight", "weight_scale": "scales", "bias": "bias"}[role]
             target = self.get_parameter(f"{stack}_{part}").data[place[0], rows]
@@ -182,11 +189,11 @@ class NvFp4Experts(ExpertsLayer):
         roles = 4 if self.has_bias else 3
         return len(self._given) == self.num_experts * len(PROJECTIONS) * roles
 
-    def _first_missing(self) -> tuple[Place, Role] | None:
+    def _first_missing(self) -> _TensorName | None:
         roles: list[Role] = ["weight", "weight_scale", "weight_global_scale"]
         roles += ["bias"] if self.has_bias else []
         places = ((e, projection) for e in range(self.num_experts) for projection in PROJECTIONS)
-        wanted = ((place, role) for place in places for role in roles)
+        wanted = (_TensorName(place, role) for place in places for role in roles)
         return next((key for key in wanted if key not in self._given), None)
 
     def check_tensors(self) -> None:
@@ -207,7 +214,7 @@ class NvFp4Experts(ExpertsLayer):
                 check_block_scales(blocks[expert], self.name_of(place, names.weight_scale))
             for expert in range(self.num_experts):
                 place = (expert, projection)
-                stored = self._stored[place, "weight_global_scale"]
+                stored = self._stored[_TensorName(place, "weight_global_scale")]
                 name = self.name_of(place, names.weight_global_scale)
                 # As in linear layers: 0 is valid for zeros, unless it is the inverse of infinity.
                 check_global_scale(stored.decode(), name, zero_is_valid=True)
@@ -226,7 +233,7 @@ class NvFp4Experts(ExpertsLayer):
         """float32 `[E]` on the CPU."""
         result = torch.empty(self.num_experts, dtype=torch.float32, device="cpu")
         places: list[Place] = [(e, projection) for e in range(self.num_experts)]
-        stored = [self._stored[place, "weight_global_scale"] for place in places]
+        stored = [self._stored[_TensorName(place, "weight_global_scale")] for place in places]
         for is_decode in (True, False):  # all experts of one direction at once: it takes a while
             chosen = [e for e, scale in enumerate(stored) if scale.is_decode == is_decode]
             if chosen:
@@ -247,7 +254,7 @@ class NvFp4Experts(ExpertsLayer):
                     names.weight_scale: matrices.scales[expert, rows],
                 }
                 for role in _GLOBAL_SCALES:
-                    stored = self._stored.get(((expert, projection), role))
+                    stored = self._stored.get(_TensorName((expert, projection), role))
                     if stored is not None:
                         scale = stored.in_dialect(names).reshape(scale_shape(1, names))
                         tensors[getattr(names, role)] = scale.to(self.device)

@@ -4,12 +4,10 @@ from typing import ClassVar
 
 import torch
 
-from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
+from halfbyte.dispatch import Answer, runs_on_triton
 from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.experts import GatedActivation
-
-_OLDEST = 80
 
 
 @as_loaded_op("nvfp4_moe_triton")
@@ -38,12 +36,7 @@ class TritonKernel(AsLoadedKernel):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """On SM80 and later; on this machine also where Triton is installed."""
-        return runs_on_gpu(
-            compute_capability,
-            _OLDEST,
-            lambda: missing_module("triton", "pip install halfbyte[gpu]"),
-            "decodes weights as loaded",
-        )
+        return runs_on_triton(compute_capability, "decodes weights as loaded")
 
     @classmethod
     def can_implement(cls, config: MoeConfig) -> Answer:

@@ -24,7 +24,7 @@ from halfbyte.kernels.formats.decode import (
     e8m0_to_float32,
     spread,
 )
-from halfbyte.linear.w4a16.triton_kernel import Tiles, decode_weights
+from halfbyte.linear.w4a16.triton_kernel import Tiles, decode_weights, place_in_grid
 from halfbyte.moe.experts import BLOCK_SIZES, GatedActivation, WeightFormat
 
 _SHARED_WEIGHTS = 8
@@ -141,11 +141,7 @@ def grouped_kernel(
         pairs, tiles: of `triton_routing.Routing`.
         pair_weights: `[pairs]`, read where not gated.
     """
-    tiles_n = tl.cdiv(n, tile_n)
-    first_tile = tl.program_id(0) // (shared_weights * tiles_n) * shared_weights
-    place = tl.program_id(0) % (shared_weights * tiles_n)
-    height = tl.minimum(num_tiles - first_tile, shared_weights)
-    tile = first_tile + place % height
+    tile, column = place_in_grid(num_tiles, tl.cdiv(n, tile_n), shared_weights)
     expert = tl.load(tiles + tile).to(tl.int64)
     if expert < 0:
         return
@@ -153,7 +149,7 @@ def grouped_kernel(
     end = tl.load(tiles + 2 * num_tiles + tile)
     positions = begin + tl.arange(0, tile_m)
     live_rows = positions < end
-    columns = place // height * tile_n + tl.arange(0, tile_n)
+    columns = column * tile_n + tl.arange(0, tile_n)
     live_columns = columns < n
     own_pairs = tl.load(pairs + positions, mask=live_rows, other=0)
     rows = own_pairs // top_k if gated else positions

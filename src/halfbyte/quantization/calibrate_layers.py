@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.models.kv_calibration import MAX_TOKENS, check_vocabulary, measure_amax
 from halfbyte.quantization.linear_inputs import LinearInputs
-from halfbyte.quantization.select_layers import experts_projection
+from halfbyte.quantization.select_layers import ParameterName, experts_projection
 
 
 @dataclass(frozen=True)
@@ -76,20 +76,22 @@ def calibrate_layers(
     return CalibrationResult(recorder.result(), tuple(kv_amax or ()), source)
 
 
-class _InputAmax(LinearInputs[tuple[str, str]]):
+class _InputAmax(LinearInputs[ParameterName]):
     """Records the largest magnitude of each weight's input."""
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[str]) -> None:
         super().__init__()
-        self._key_of = {name: experts_projection(name) or (name, "weight") for name in modules}
-        self._amax: dict[tuple[str, str], torch.Tensor] = {}
-        for owner, name in dict.fromkeys(self._key_of.values()):
-            parameter = getattr(model.get_submodule(owner), name)
+        self._key_of = {
+            name: experts_projection(name) or ParameterName(name, "weight") for name in modules
+        }
+        self._amax: dict[ParameterName, torch.Tensor] = {}
+        for key in dict.fromkeys(self._key_of.values()):
+            parameter = getattr(model.get_submodule(key.module), key.parameter)
             matrices = parameter if parameter.dim() == 3 else [parameter]
             for matrix in matrices:
-                self.watch(matrix, (owner, name))
+                self.watch(matrix, key)
 
-    def record(self, key: tuple[str, str], x: torch.Tensor) -> None:
+    def record(self, key: ParameterName, x: torch.Tensor) -> None:
         """See `LinearInputs`."""
         seen = x.detach().abs().amax()
         before = self._amax.get(key)

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -112,13 +112,21 @@ def select_layers(
     )
 
 
-def experts_projection(module: str) -> tuple[str, str] | None:
-    """`(experts module, its fused parameter)` of an expert's projection; None for other layers."""
+class ParameterName(NamedTuple):
+    """A parameter of a model."""
+
+    module: str
+    parameter: str
+    """Its name in the module."""
+
+
+def experts_projection(module: str) -> ParameterName | None:
+    """The fused parameter that has an expert's projection; None for other layers."""
     match = _EXPERT.match(module)
     if match is None:
         return None
     fused = "gate_up_proj" if match["projection"] in ("gate_proj", "up_proj") else "down_proj"
-    return match["experts"], fused
+    return ParameterName(match["experts"], fused)
 
 
 def _decoder_linears(modules: Mapping[str, nn.Module], index: CheckpointIndex) -> Iterator[str]:
@@ -216,7 +224,7 @@ def _whole_experts(
 
 def _experts_of(module: str) -> str | None:
     projection = experts_projection(module)
-    return None if projection is None else projection[0]
+    return None if projection is None else projection.module
 
 
 def _number_of_experts(modules: Mapping[str, nn.Module], module: str) -> int:
@@ -224,7 +232,7 @@ def _number_of_experts(modules: Mapping[str, nn.Module], module: str) -> int:
     projection = experts_projection(module)
     if projection is None:
         return 0
-    parameter = getattr(modules.get(projection[0]), projection[1], None)
+    parameter = getattr(modules.get(projection.module), projection.parameter, None)
     return len(parameter) if isinstance(parameter, torch.Tensor) and parameter.dim() == 3 else 0
 
 
@@ -246,12 +254,12 @@ def _stores_matrices(owner: nn.Module, module: str, index: CheckpointIndex) -> b
 
 
 def _groups(quantized: Sequence[str], linear: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    whole: dict[tuple[str, str], int] = defaultdict(int)
+    groups: dict[_FusedLayer, list[str]] = defaultdict(list)
+    whole: dict[_FusedLayer, int] = defaultdict(int)
     for module in linear:
-        whole[_fused_key(module)] += 1
+        whole[_FusedLayer.of(module)] += 1
     for module in quantized:
-        groups[_fused_key(module)].append(module)
+        groups[_FusedLayer.of(module)].append(module)
     for key, members in groups.items():
         if len(members) < whole[key]:
             logger.warning(
@@ -262,9 +270,16 @@ def _groups(quantized: Sequence[str], linear: Sequence[str]) -> tuple[tuple[str,
     return tuple(tuple(members) for members in groups.values())
 
 
-def _fused_key(module: str) -> tuple[str, str]:
-    parent, _, leaf = module.rpartition(".")
-    return parent, _FUSED.get(leaf, leaf)
+class _FusedLayer(NamedTuple):
+    """The layer into which engines fuse a linear layer with its neighbours."""
+
+    parent: str
+    name: str
+
+    @classmethod
+    def of(cls, module: str) -> "_FusedLayer":
+        parent, _, leaf = module.rpartition(".")
+        return cls(parent, _FUSED.get(leaf, leaf))
 
 
 def _attentions(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, int]]:

@@ -50,7 +50,7 @@ def test_selection_on_every_gpu(capability: int, head_size: int) -> None:
         ({"query_dtype": torch.float32}, "query in bfloat16 or float16"),
         ({"num_tokens": 4096}, "a few query tokens per sequence"),
         ({"device_type": "cpu"}, "not on a GPU"),
-        ({"aligned_pages": False}, "multiples of 16 bytes"),
+        ({"aligned_pages": False}, "needs pages aligned to 16 bytes, less than 4 GiB apart"),
     ],
     ids=["mxfp4", "float16", "d80", "page-8", "sm100", "float32", "prefill", "cpu", "padding"],
 )

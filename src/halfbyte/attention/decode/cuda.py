@@ -88,7 +88,7 @@ class CudaAttention(GpuAttention):
         if config.num_tokens > _MAX_MEAN_QUERIES * config.num_seqs:
             return False, "is for decoding: a few query tokens per sequence"
         if not config.aligned_pages:
-            return False, "pages begin at multiples of 16 bytes, less than 4 GiB apart"
+            return False, "needs pages aligned to 16 bytes, less than 4 GiB apart"
         layout = config.layout
         reason = unsupported_reason(layout, config.query_dtype)
         if reason is None and config.segment % _MEAN_TOKENS:

@@ -76,7 +76,10 @@ def _alignment(layout: PageLayout) -> int:
 
 
 def _check_alignment(pages: torch.Tensor, layout: PageLayout) -> None:
-    """As `PageLayout.views`, which nothing here needs."""
+    """Raise ValueError for pages that are not aligned as 16- or 32-bit formats need.
+
+    `kernels/formats/kv_tiles.page_stride_of` checks the same for GPUs, but needs Triton.
+    """
     alignment = _alignment(layout)
     stride = page_stride(pages)
     if alignment > 1 and (pages.data_ptr() | stride) % alignment:

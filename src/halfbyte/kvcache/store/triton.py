@@ -2,11 +2,9 @@
 
 from typing import ClassVar
 
-from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
+from halfbyte.dispatch import Answer, runs_on_triton
 from halfbyte.kernels.formats import FORMATS
 from halfbyte.kvcache.store.base import StoreBackend, StoreConfig, StoreInputs
-
-_OLDEST = 80
 
 
 class TritonStore(StoreBackend):
@@ -17,12 +15,7 @@ class TritonStore(StoreBackend):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """On SM80 and later, where Triton is installed."""
-        return runs_on_gpu(
-            compute_capability,
-            _OLDEST,
-            lambda: missing_module("triton", "pip install halfbyte[gpu]"),
-            "writes packed pages in one launch",
-        )
+        return runs_on_triton(compute_capability, "writes packed pages in one launch")
 
     @classmethod
     def can_implement(cls, config: StoreConfig) -> Answer:

@@ -106,6 +106,7 @@ def store_feedback_kernel(
             of V per program.
     """
     wait_for_previous(overlaps)
+    # The same in `store_transformed_kernel`: only a kernel itself can return early.
     if ring_size > 0:  # noqa: SIM102 - known at compile time
         if tl.program_id(1) == 2:
             places = (ring_rows, ring_owners, ring_slots, num_kept)

@@ -262,6 +262,7 @@ def store_transformed_kernel(
         pairs: of a token and a head, that a program copies.
     """
     wait_for_previous(overlaps)
+    # The same in `store_feedback_kernel`: only a kernel itself can return early.
     if ring_size > 0:  # noqa: SIM102 - known at compile time
         if tl.program_id(1) == 2:
             places = (ring_rows, ring_owners, ring_slots, num_kept)

@@ -8,13 +8,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
+from halfbyte.dispatch import Answer, runs_on_triton
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
 from halfbyte.linear.w4a16.row_scaled import RowScaledKernel
-
-_OLDEST = 80
 
 
 @linear_op("nvfp4_linear_triton")
@@ -49,12 +47,7 @@ class TritonKernel(RowScaledKernel):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """On SM80 and later; on this machine also where Triton is installed."""
-        return runs_on_gpu(
-            compute_capability,
-            _OLDEST,
-            lambda: missing_module("triton", "pip install halfbyte[gpu]"),
-            "decodes weights as loaded",
-        )
+        return runs_on_triton(compute_capability, "decodes weights as loaded")
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:

@@ -92,6 +92,18 @@ def decode_weights(packed, scales, operand: tl.constexpr, ptx: tl.constexpr):
     return tl.reshape(tl.join(even, odd), (packed.shape[0], 2 * packed.shape[1]))
 
 
+@triton.jit
+def place_in_grid(tiles_m, tiles_n, shared_weights: tl.constexpr):
+    """The program's tile of rows and tile of columns in a 1-D grid of `tiles_m * tiles_n`.
+
+    `shared_weights` tiles of rows run next to each other, so that they share weights in L2.
+    """
+    first = tl.program_id(0) // (shared_weights * tiles_n) * shared_weights
+    place = tl.program_id(0) % (shared_weights * tiles_n)
+    height = tl.minimum(tiles_m - first, shared_weights)
+    return first + place % height, place // height
+
+
 # m must not specialize the kernel: another variant could round differently.
 @triton.jit(do_not_specialize=["m"])
 def linear_kernel(
@@ -122,13 +134,9 @@ def linear_kernel(
         bias: `[n]`, read where `has_bias`.
         out: `[m, n]`, contiguous, written.
     """
-    tiles_m = tl.cdiv(m, tile_m)
-    tiles_n = tl.cdiv(n, tile_n)
-    first_m = tl.program_id(0) // (shared_weights * tiles_n) * shared_weights
-    place = tl.program_id(0) % (shared_weights * tiles_n)
-    height = tl.minimum(tiles_m - first_m, shared_weights)
-    rows = (first_m + place % height) * tile_m + tl.arange(0, tile_m)
-    columns = place // height * tile_n + tl.arange(0, tile_n)
+    row, column = place_in_grid(tl.cdiv(m, tile_m), tl.cdiv(n, tile_n), shared_weights)
+    rows = row * tile_m + tl.arange(0, tile_m)
+    columns = column * tile_n + tl.arange(0, tile_n)
     live_rows = (rows < m)[:, None]
     live_columns = (columns < n)[:, None]
 

@@ -1,7 +1,7 @@
 """Attention of a layer: quantizes K and V into pages, attends to the packed pages."""
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -29,6 +29,22 @@ from halfbyte.plugins.vllm.recent import ring_slots, ring_tokens
 from halfbyte.plugins.vllm.scales import check_scales, heads_of_rank
 
 Rings = tuple[torch.Tensor, torch.Tensor]
+
+
+class LayerKind(NamedTuple):
+    """What decides which kernels a layer runs."""
+
+    head_size: int
+    head_size_v: int
+    num_heads: int
+    """Of this rank, as `num_kv_heads`."""
+    num_kv_heads: int
+    sliding_window: int | None
+    softcap: float | None
+    has_sinks: bool
+    format: LayerFormat
+    has_transform: bool
+    has_rings: bool
 
 
 class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
@@ -136,11 +152,20 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         )
         return key, value
 
-    def kind(self, head_size_v: int) -> tuple[Any, ...]:
-        """What decides which kernels a layer of this rank runs."""
-        sizes = self.head_size, head_size_v, self.num_heads, self.num_kv_heads
-        options = self.sliding_window, self.softcap, self.sinks is None
-        return (*sizes, *options, self.format, self.transform is None, self.rings is None)
+    def kind(self, head_size_v: int) -> LayerKind:
+        """What decides which kernels the layer runs."""
+        return LayerKind(
+            self.head_size,
+            head_size_v,
+            self.num_heads,
+            self.num_kv_heads,
+            self.sliding_window,
+            self.softcap,
+            self.sinks is not None,
+            self.format,
+            self.transform is not None,
+            self.rings is not None,
+        )
 
     @property
     def max_position(self) -> int | None:

@@ -103,9 +103,9 @@ def warm_up_attention(vllm_config: Any, device: torch.device) -> int:
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
-    from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
+    from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl, LayerKind
 
-    layers: dict[Any, Any] = {}
+    layers: dict[LayerKind, Any] = {}
     for layer in get_layers_from_vllm_config(vllm_config, Attention).values():
         if isinstance(layer.impl, HalfbyteAttentionImpl) and layer.kv_cache.numel():
             layers.setdefault(layer.impl.kind(layer.head_size_v), layer)
