@@ -36,31 +36,17 @@ def append_row(path: Path, table: str, row: str) -> None:
     path.write_text(text)
 
 
-def line_with(start: str, block: str) -> str:
-    (line,) = (line.strip() for line in block.splitlines() if line.strip().startswith(start))
-    return line
+def row_of(block: str) -> str:
+    """The row in a block, which may have several lines."""
+    return block[block.index(f'"{NAME}"') :].rpartition("\n}")[0] or block.strip()
 
 
 def apply_example(package: Path, tests: Path) -> None:
-    """Steps 1, 2, 3 and 5 of the guide."""
-    row, method, name, test_row = blocks("python")
-    dtypes = package / "layouts" / "kv_cache_dtype.py"
-    append_row(dtypes, "_QUANTIZED", line_with(f'"{NAME}"', row))
-    last_member = '    MXFP4 = "mxfp4"\n'
-    text = dtypes.read_text()
-    assert text.count(last_member) == 1
-    member = line_with(f"{NAME.upper()} =", row)
-    dtypes.write_text(text.replace(last_member, f"{last_member}    {member}\n"))
-    methods = package / "kvcache" / "quant_methods"
-    (methods / "int8.py").write_text(method)
-    registry = methods / "__init__.py"
-    append_row(registry, "KV_CACHE_QUANT_REGISTRY", line_with(f'"{NAME}"', name))
-    text = registry.read_text()
-    first = "from halfbyte.kvcache.quant_methods.base"
-    registry.write_text(text.replace(first, f"{line_with('from', name)}\n{first}"))
-    append_row(
-        tests / "kvcache" / "page_arithmetic.py", "QUANTIZED", line_with(f'"{NAME}"', test_row)
-    )
+    """Steps 1, 2 and 4 of the guide: two files of the package, and one of the tests."""
+    row, method, test_row = blocks("python")
+    append_row(package / "layouts" / "formats.py", "KV_FORMATS", row_of(row))
+    (package / "kvcache" / "quant_methods" / "int8.py").write_text(method)
+    append_row(tests / "kvcache" / "page_arithmetic.py", "QUANTIZED", row_of(test_row))
 
 
 @pytest.fixture(scope="module")
