@@ -84,3 +84,32 @@ def test_example_passes_tests_of_formats(checkout: Path) -> None:
 def test_example_passes_the_tests_that_the_guide_names(checkout: Path) -> None:
     (command,) = (block for block in blocks("") if block.startswith("pytest "))
     run_tests(checkout, *shlex.split(command)[1:])
+
+
+def test_no_kernel_takes_the_example(checkout: Path) -> None:
+    """Its row has no ids of kernels, so each one says that it does not know the format."""
+    code = f"""
+import torch
+from halfbyte.attention import flashinfer_views
+from halfbyte.attention.decode import variant
+from halfbyte.kernels import formats
+from halfbyte.kernels.cpu import library
+from halfbyte.kvcache.store.cuda import backend
+from halfbyte.layouts import KVCacheDType, PageLayout
+
+for known in (library.FORMATS, formats.FORMATS, variant._KINDS, backend._FORMATS):
+    assert KVCacheDType.NVFP4 in known and "{NAME}" not in known
+layout = PageLayout("nvfp4", "{NAME}", 64, None, 2, 16)
+print(variant.unsupported_reason(layout, torch.bfloat16))
+assert flashinfer_views.flashinfer_dtype(PageLayout("{NAME}", "{NAME}", 64, None, 2, 16)) is None
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"not V in {NAME}" in done.stdout
