@@ -20,7 +20,8 @@ NAME = "int8_block32"
 
 def blocks(language: str) -> list[str]:
     """The guide's code blocks of a language ("" for commands)."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+    return [block for of, block in fenced if of == language]
 
 
 def append_row(path: Path, table: str, row: str) -> None:
