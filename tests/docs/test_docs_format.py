@@ -20,7 +20,8 @@ NAME = "int8_block32"
 
 def blocks(language: str) -> list[str]:
     """The guide's code blocks of a language ("" for commands)."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+    return [block for of, block in fenced if of == language]
 
 
 def append_row(path: Path, table: str, row: str) -> None:
@@ -36,31 +37,17 @@ def append_row(path: Path, table: str, row: str) -> None:
     path.write_text(text)
 
 
-def line_with(start: str, block: str) -> str:
-    (line,) = (line.strip() for line in block.splitlines() if line.strip().startswith(start))
-    return line
+def row_of(block: str) -> str:
+    """The row in a block, which may have several lines."""
+    return block[block.index(f'"{NAME}"') :].rpartition("\n}")[0] or block.strip()
 
 
 def apply_example(package: Path, tests: Path) -> None:
-    """Steps 1, 2, 3 and 5 of the guide."""
-    row, method, name, test_row = blocks("python")
-    dtypes = package / "layouts" / "kv_cache_dtype.py"
-    append_row(dtypes, "_QUANTIZED", line_with(f'"{NAME}"', row))
-    last_member = '    MXFP4 = "mxfp4"\n'
-    text = dtypes.read_text()
-    assert text.count(last_member) == 1
-    member = line_with(f"{NAME.upper()} =", row)
-    dtypes.write_text(text.replace(last_member, f"{last_member}    {member}\n"))
-    methods = package / "kvcache" / "quant_methods"
-    (methods / "int8.py").write_text(method)
-    registry = methods / "__init__.py"
-    append_row(registry, "KV_CACHE_QUANT_REGISTRY", line_with(f'"{NAME}"', name))
-    text = registry.read_text()
-    first = "from halfbyte.kvcache.quant_methods.base"
-    registry.write_text(text.replace(first, f"{line_with('from', name)}\n{first}"))
-    append_row(
-        tests / "kvcache" / "page_arithmetic.py", "QUANTIZED", line_with(f'"{NAME}"', test_row)
-    )
+    """Steps 1, 2 and 4 of the guide: two files of the package, and one of the tests."""
+    row, method, test_row = blocks("python")
+    append_row(package / "layouts" / "formats.py", "KV_FORMATS", row_of(row))
+    (package / "kvcache" / "quant_methods" / "int8.py").write_text(method)
+    append_row(tests / "kvcache" / "page_arithmetic.py", "QUANTIZED", row_of(test_row))
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +85,32 @@ def test_example_passes_tests_of_formats(checkout: Path) -> None:
 def test_example_passes_the_tests_that_the_guide_names(checkout: Path) -> None:
     (command,) = (block for block in blocks("") if block.startswith("pytest "))
     run_tests(checkout, *shlex.split(command)[1:])
+
+
+def test_no_kernel_takes_the_example(checkout: Path) -> None:
+    """Its row has no ids of kernels, so each one says that it does not know the format."""
+    code = f"""
+import torch
+from halfbyte.attention import flashinfer_views
+from halfbyte.attention.decode import variant
+from halfbyte.kernels import formats
+from halfbyte.kernels.cpu import library
+from halfbyte.kvcache.store.cuda import backend
+from halfbyte.layouts import KVCacheDType, PageLayout
+
+for known in (library.FORMATS, formats.FORMATS, variant._KINDS, backend._FORMATS):
+    assert KVCacheDType.NVFP4 in known and "{NAME}" not in known
+layout = PageLayout("nvfp4", "{NAME}", 64, None, 2, 16)
+print(variant.unsupported_reason(layout, torch.bfloat16))
+assert flashinfer_views.flashinfer_dtype(PageLayout("{NAME}", "{NAME}", 64, None, 2, 16)) is None
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"not V in {NAME}" in done.stdout

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from halfbyte.layouts import KVCacheDType, kv_cache_dtype
+from halfbyte.layouts import KVCacheDType, formats
 from kvcache.page_arithmetic import ALIASES, DTYPES, QUANTIZED, WITH_GLOBAL_SCALE
 
 NAMES = ["auto", *DTYPES]
@@ -56,8 +56,8 @@ def test_storage_dtype(name: str) -> None:
 
 
 def test_member_without_a_row_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(kv_cache_dtype._QUANTIZED, "mxfp4")
-    with pytest.raises(ValueError, match="'mxfp4' has no row in `_QUANTIZED`"):
+    monkeypatch.delitem(formats.KV_FORMATS, "mxfp4")
+    with pytest.raises(ValueError, match="'mxfp4' has no row in `KV_FORMATS`"):
         KVCacheDType.MXFP4.data_bytes(64)
 
 

@@ -13,7 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.layouts import PageLayout
+
+_ELEMENTS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16)
+"""Dtypes of a cache without block scales that FlashInfer reads."""
 
 
 class KVCacheViews(NamedTuple):
@@ -43,12 +46,8 @@ def flashinfer_dtype(layout: PageLayout) -> torch.dtype | None:
         return torch.uint8
     if k_dtype != v_dtype:
         return None
-    return {
-        KVCacheDType.FP8_E4M3: torch.float8_e4m3fn,
-        KVCacheDType.FP8_E5M2: torch.float8_e5m2,
-        KVCacheDType.BFLOAT16: torch.bfloat16,
-        KVCacheDType.FLOAT16: torch.float16,
-    }.get(k_dtype)
+    row = k_dtype.kv_format
+    return row.element if row.element in _ELEMENTS and row.block_size is None else None
 
 
 def kv_cache_views(pages: torch.Tensor, layout: PageLayout) -> KVCacheViews:
@@ -72,7 +71,8 @@ def kv_cache_views(pages: torch.Tensor, layout: PageLayout) -> KVCacheViews:
 
     scales = None
     if views.k_scale is not None and views.v_scale is not None:
-        e4m3 = torch.float8_e4m3fn
+        e4m3 = layout.k_dtype.kv_format.scale_dtype
+        assert e4m3 is not None
         scales = (ordered(views.k_scale, e4m3), ordered(views.v_scale, e4m3))
     return KVCacheViews((ordered(views.k_data, dtype), ordered(views.v_data, dtype)), scales)
 

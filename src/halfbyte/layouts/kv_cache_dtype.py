@@ -4,44 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from halfbyte.layouts.arguments import finite_number
+from halfbyte.layouts.formats import KV_FORMATS, KVFormat
 from halfbyte.layouts.kv_declarations import DeclaredCache, read_declared_cache
 
-_UNQUANTIZED = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 _ALIASES = {"fp8": "fp8_e4m3", "fp4_e2m1": "nvfp4"}
-
-
-class _Quantized(NamedTuple):
-    """Properties of a quantized format."""
-
-    bits: int
-    """Bits per value."""
-    block_size: int | None
-    """Values that share one block scale; None where there are no block scales."""
-    has_global_scale: bool
-    """Whether K and V have a float32 scale per layer."""
-    scale_itemsize: int = 1
-    """Bytes of a block scale."""
-
-
-_QUANTIZED = {
-    "fp8_e4m3": _Quantized(8, None, True),
-    "fp8_e5m2": _Quantized(8, None, True),
-    "nvfp4": _Quantized(4, 16, True),
-    "nvfp4_4over6": _Quantized(4, 16, True),
-    "fp4_block16": _Quantized(4, 16, False),
-    "mxfp4": _Quantized(4, 32, False),
-}
 
 
 class KVCacheDType(StrEnum):
@@ -49,7 +22,10 @@ class KVCacheDType(StrEnum):
 
     `AUTO` stands for "what the checkpoint declares, else the model's dtype" and must be resolved
     before bytes are laid out. `float32` completes the unquantized ones for models that run in it.
+    Every row of `KV_FORMATS` is a member; those that code here names are listed for type checkers.
     """
+
+    _ignore_ = "_members _name"
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -61,6 +37,10 @@ class KVCacheDType(StrEnum):
     NVFP4_4OVER6 = "nvfp4_4over6"
     FP4_BLOCK16 = "fp4_block16"
     MXFP4 = "mxfp4"
+    _members = vars()
+    for _name in KV_FORMATS:
+        if _name.upper() not in _members:
+            _members[_name.upper()] = _name
 
     @classmethod
     def parse(cls, name: str | KVCacheDType | torch.dtype) -> KVCacheDType:
@@ -145,53 +125,65 @@ class KVCacheDType(StrEnum):
         """Itself, or for `AUTO` the format of the model's dtype."""
         return KVCacheDType.parse(model_dtype) if self is KVCacheDType.AUTO else self
 
+    @classmethod
+    def where(cls, condition: Callable[[KVFormat], object]) -> tuple[KVCacheDType, ...]:
+        """The formats whose row fulfils a condition, in the order of the table."""
+        return tuple(cls(name) for name, row in KV_FORMATS.items() if condition(row))
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """The format's row in the table.
+
+        Raises:
+            ValueError: `AUTO`, which has no bytes until it is resolved, or a member without a row.
+        """
+        if self is KVCacheDType.AUTO:
+            raise ValueError("KV cache dtype 'auto' must be resolved before it is stored")
+        if self.value not in KV_FORMATS:
+            raise ValueError(f"KV cache dtype {self.value!r} has no row in `KV_FORMATS`")
+        return KV_FORMATS[self.value]
+
     @property
     def is_quantized(self) -> bool:
         """Whether values are stored in fewer bits than a model computes in."""
-        return self.value in _QUANTIZED
+        return self is not KVCacheDType.AUTO and self.kv_format.is_quantized
 
     @property
     def is_nvfp4(self) -> bool:
         """Whether the bits are NVFP4 (whichever recipe wrote them)."""
-        return self in (KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6)
+        return self is not KVCacheDType.AUTO and self.kv_format.recipe is not None
 
     @property
     def has_global_scale(self) -> bool:
         """Whether dequantization multiplies by a per-tensor float32 scale."""
-        return self.is_quantized and _QUANTIZED[self.value].has_global_scale
+        return self is not KVCacheDType.AUTO and self.kv_format.has_global_scale
 
     @property
     def scale_block_size(self) -> int | None:
         """Values that share one block scale, or None where there are no block scales."""
-        return _QUANTIZED[self.value].block_size if self.is_quantized else None
+        return None if self is KVCacheDType.AUTO else self.kv_format.block_size
 
     @property
     def storage_dtype(self) -> torch.dtype:
         """Dtype of the stored elements: uint8 for quantized formats, else the float dtype itself.
 
         Raises:
-            ValueError: `AUTO`, which has no bytes until it is resolved, or a member whose bytes
-                no table here describes.
+            ValueError: as `kv_format`.
         """
-        if self is KVCacheDType.AUTO:
-            raise ValueError("KV cache dtype 'auto' must be resolved before it is stored")
-        if self.is_quantized:
-            return torch.uint8
-        if self.value not in _UNQUANTIZED:
-            raise ValueError(f"KV cache dtype {self.value!r} has no row in `_QUANTIZED`")
-        return _UNQUANTIZED[self.value]
+        return self.kv_format.storage_dtype
 
     def data_bytes(self, head_size: int) -> int:
         """Bytes of one head of one token, without block scales."""
-        if self.is_quantized:
-            return head_size * _QUANTIZED[self.value].bits // 8
-        return head_size * self.storage_dtype.itemsize
+        return head_size * self.kv_format.bits // 8
 
     def scale_bytes(self, head_size: int) -> int:
         """Bytes of the block scales of one head of one token."""
-        if not self.scale_block_size:
+        if self is KVCacheDType.AUTO:
             return 0
-        return head_size // self.scale_block_size * _QUANTIZED[self.value].scale_itemsize
+        row = self.kv_format
+        if row.block_size is None or row.scale_dtype is None:
+            return 0
+        return head_size // row.block_size * row.scale_dtype.itemsize
 
     def check_head_size(self, head_size: int, name: str = "head_size") -> None:
         """Raise ValueError unless heads of this size can be stored."""

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from halfbyte.layouts.formats import KV_FORMATS
 from halfbyte.layouts.quantization_args import first_misfit, is_set
 
 FP8, NVFP4 = "fp8_e4m3", "nvfp4"
@@ -20,8 +21,7 @@ Formats = tuple[str, str]
 """Names of the formats of K and of V."""
 
 _ALGOS: dict[str, Formats] = {
-    "FP8": (FP8, FP8),
-    "NVFP4": (NVFP4, NVFP4),
+    **{row.modelopt: (name, name) for name, row in KV_FORMATS.items() if row.modelopt},
     "FP8_K_NVFP4_V": (FP8, NVFP4),
 }
 _MIXED = "MIXED_PRECISION"
@@ -30,7 +30,7 @@ _QUARK = "kv_cache_quant_config"
 _NAMES = ("kv_cache_quant_algo", "kv_cache_scheme", _QUARK)
 _LAYERS, _VERSION = "kv_cache_quantized_layers", "kv_cache_schema_version"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:\w+\.)*\w+$")
-_GROUP_SIZE = 16
+_GROUP_SIZE = KV_FORMATS[NVFP4].block_size
 
 _COMMON: dict[str, tuple[object, ...]] = {
     "type": ("float",),

@@ -23,6 +23,7 @@ from halfbyte.checkpoints.output_folder import ShardWriter
 from halfbyte.kernels.cpu import library as cpu_library
 from halfbyte.kernels.cpu import store as store_cpu
 from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.layouts.formats import KV_FORMATS
 from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult
 from halfbyte.quantization.output_tensors import (
@@ -35,9 +36,8 @@ from halfbyte.quantization.select_layers import LayerSelection
 
 _CHUNK_VALUES = 2**20
 """Values quantized at once; temporaries take about 20 bytes per value."""
-_KERNEL_FORMATS: dict[nvfp4.Recipe, KVCacheDType] = {
-    "amax6": KVCacheDType.NVFP4,
-    "four_over_six": KVCacheDType.NVFP4_4OVER6,
+_KERNEL_FORMATS = {
+    row.recipe: KVCacheDType(name) for name, row in KV_FORMATS.items() if row.recipe is not None
 }
 
 

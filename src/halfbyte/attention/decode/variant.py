@@ -8,6 +8,7 @@ import torch
 from halfbyte.attention.decode.recipe import RecipeVariant
 from halfbyte.kernels.runtime.parameters import region_fields
 from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.layouts.formats import KV_FORMATS
 
 _DTYPE_MACROS = {
     torch.bfloat16: "Q_BF16",
@@ -15,12 +16,7 @@ _DTYPE_MACROS = {
 }
 """Queries enter the matmul as fp16 times a power of two: exact for these two, not for float32."""
 _KINDS = {
-    KVCacheDType.NVFP4: 4,
-    KVCacheDType.NVFP4_4OVER6: 4,
-    KVCacheDType.FP8_E4M3: 8,
-    KVCacheDType.FP8_E5M2: 9,
-    KVCacheDType.FLOAT16: 16,
-    KVCacheDType.BFLOAT16: 17,
+    KVCacheDType(name): row.cuda_id for name, row in KV_FORMATS.items() if row.cuda_id is not None
 }
 """`K_KIND` and `V_KIND` of `formats.cuh`."""
 

@@ -15,7 +15,6 @@ from halfbyte.layouts import KVCacheDType, PageLayout
 
 MAX_HEAD_SIZE = 512
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_EXACT_IN_FLOAT16 = ("nvfp4", "nvfp4_4over6", "fp8_e4m3", "fp8_e5m2", "float16")
 
 # Shared memory of a program (CUDA C++ Programming Guide, "Technical Specifications").
 _SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227, 110: 227}
@@ -116,7 +115,7 @@ def operand_dtype(cache: KVCacheDType, query_dtype: torch.dtype) -> torch.dtype:
     """
     if torch.float32 in (query_dtype, cache.storage_dtype):
         return torch.float32
-    return torch.float16 if cache.value in _EXACT_IN_FLOAT16 else torch.bfloat16
+    return torch.float16 if cache.kv_format.exact_in_float16 else torch.bfloat16
 
 
 def choose_tiles(

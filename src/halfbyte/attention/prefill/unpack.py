@@ -12,10 +12,8 @@ from halfbyte.attention.prefill.unpack_kernel import unpack_kernel
 from halfbyte.kernels.formats.kv_tiles import page_stride_of, scale_factor, side_geometry
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kvcache.transform import MARK
+from halfbyte.layouts.formats import KV_FORMATS
 from halfbyte.numerics.hadamard import block_size, hadamard
-
-# Powers of two that decoding omits: E2M1 times E4M3 is returned times 2^-7, E4M3 times 2^-8.
-_FACTORS = {"nvfp4": 2.0**7, "fp8_e4m3": 2.0**8}
 
 
 class Tile(NamedTuple):
@@ -30,6 +28,12 @@ def choose_tile(head_size: int, rotated: bool, capability: int) -> Tile:
     if rotated and head_size > 128:
         return Tile(32, 8)
     return Tile(32 if rotated and capability != 90 else 64, 4)
+
+
+def _omitted_factor(kind: str) -> float:
+    """Power of two that decoding to float16 omits; 1 for formats that are decoded to float32."""
+    row = KV_FORMATS[kind]
+    return 2.0**row.shift if row.exact_in_float16 else 1.0
 
 
 @lru_cache(maxsize=16)
@@ -108,8 +112,8 @@ def unpack_into(
             *((pages,) * 4 if tables is None else tables),
             pages if first_keys is None else first_keys.contiguous(),
             pages if first_values is None else first_values.contiguous(),
-            k_factor * _FACTORS.get(k.kind, 1.0),
-            v_factor * _FACTORS.get(v.kind, 1.0),
+            k_factor * _omitted_factor(k.kind),
+            v_factor * _omitted_factor(v.kind),
             page_stride_of(pages, layout),
             block_tables.stride(0),
             0 if tables is None else len(tables.cos),

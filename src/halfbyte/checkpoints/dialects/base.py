@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.layouts.formats import KV_FORMATS
 from halfbyte.layouts.kv_declarations import read_declared_cache
 from halfbyte.numerics import nvfp4
 
@@ -37,8 +38,12 @@ none. `fp8` (E4M3, one scale per tensor or per row) occurs beside them in mixed 
 
 PROVIDER_KEY = "provider"
 PROVIDER = "halfbyte"
-KV_CACHE_ALGOS = {"nvfp4": "NVFP4", "fp8_e4m3": "FP8"}
-"""KV cache formats that a written checkpoint can declare, with ModelOpt's names."""
+KV_CACHE_ALGOS = {
+    name: row.modelopt
+    for name, row in sorted(KV_FORMATS.items(), key=lambda item: item[1].bits)
+    if row.modelopt is not None
+}
+"""KV cache formats that a written checkpoint can declare, with ModelOpt's names; smallest first."""
 
 
 @dataclass(frozen=True)

@@ -12,33 +12,21 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from halfbyte.dispatch import CPU, Answer, current_compute_capability
 from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.layouts.formats import KV_FORMATS
 
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512vnni": 3, "avx512bf16": 4}
 """Instruction sets; each includes the ones before it."""
 
 FORMATS = {
-    name: number
-    for number, name in enumerate(
-        (
-            KVCacheDType.FLOAT32,
-            KVCacheDType.FLOAT16,
-            KVCacheDType.BFLOAT16,
-            KVCacheDType.FP8_E4M3,
-            KVCacheDType.FP8_E5M2,
-            KVCacheDType.NVFP4,
-            KVCacheDType.NVFP4_4OVER6,
-            KVCacheDType.FP4_BLOCK16,
-            KVCacheDType.MXFP4,
-        )
-    )
+    KVCacheDType(name): row.cpu_id for name, row in KV_FORMATS.items() if row.cpu_id is not None
 }
 """The values of the C++ enum `Format`."""
 
-FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+FLOATS = {
+    dtype.storage_dtype: number for dtype, number in FORMATS.items() if not dtype.is_quantized
+}
 """The C++ formats of tensor dtypes."""
 
 logger = logging.getLogger("halfbyte")

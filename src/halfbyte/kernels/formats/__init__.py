@@ -2,17 +2,5 @@
 
 from halfbyte.layouts import KVCacheDType
 
-FORMATS = frozenset(
-    {
-        KVCacheDType.FLOAT32,
-        KVCacheDType.FLOAT16,
-        KVCacheDType.BFLOAT16,
-        KVCacheDType.FP8_E4M3,
-        KVCacheDType.FP8_E5M2,
-        KVCacheDType.NVFP4,
-        KVCacheDType.NVFP4_4OVER6,
-        KVCacheDType.FP4_BLOCK16,
-        KVCacheDType.MXFP4,
-    }
-)
+FORMATS = frozenset(KVCacheDType.where(lambda row: row.triton_kind))
 """Formats that Triton kernels support; other layouts use the reference."""

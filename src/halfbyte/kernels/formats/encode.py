@@ -74,15 +74,15 @@ def _pack_bytes(codes):
 
 
 @triton.jit
-def encode_fp8(low, high, scale, kind: tl.constexpr):
+def encode_fp8(low, high, scale, kind: tl.constexpr, largest: tl.constexpr):
     """Words `[rows, 4]` of `x / scale` in FP8.
 
     Args:
         low, high: float32 `[rows, 8]`.
         scale: float32 scalar.
         kind: `fp8_e4m3` or `fp8_e5m2`.
+        largest: its largest finite value.
     """
-    largest: tl.constexpr = 448.0 if kind == "fp8_e4m3" else 57344.0
     if can_share(scale):
         limit = largest * scale
         r, r_low = reciprocal_of(scale)

@@ -23,15 +23,14 @@ from halfbyte.kernels.formats.decode import (
     spread,
 )
 from halfbyte.layouts import KVCacheDType, PageLayout
-
-_OPERAND_SHIFTS = {"nvfp4": 7, "fp8_e4m3": 8, "fp4_block16": 6, "mxfp4": 6}
+from halfbyte.layouts.formats import KV_FORMATS
 
 
 class SideGeometry(NamedTuple):
     """Position of K or V in a page (constexpr of kernels); offsets and strides in bytes."""
 
     kind: str
-    """Name of the format; `nvfp4` for all recipes."""
+    """`KVFormat.triton_kind`: `nvfp4` for all recipes."""
     fp4: bool
     head_size: int
     padded: int
@@ -54,8 +53,10 @@ def side_geometry(layout: PageLayout, side: str) -> SideGeometry:
     dtype = layout.k_dtype if side == "k" else layout.v_dtype
     head_size = layout.head_size if side == "k" else layout.head_size_v
     columns = head_size // 2 if scale else head_size
+    kind = dtype.kv_format.triton_kind
+    assert kind is not None, f"Triton kernels do not know {dtype}"
     return SideGeometry(
-        kind="nvfp4" if dtype.is_nvfp4 else dtype.value,
+        kind=kind,
         fp4=scale is not None,
         head_size=head_size,
         padded=max(16, 1 << (columns - 1).bit_length()),  # min size of a matmul operand
@@ -72,7 +73,7 @@ def side_geometry(layout: PageLayout, side: str) -> SideGeometry:
 
 def operand_shift(kind: str, casts: bool) -> int:
     """Operands of a format are divided by 2 to this power (`casts` as for `load_plain`)."""
-    return 0 if kind == "fp8_e4m3" and casts else _OPERAND_SHIFTS.get(kind, 0)
+    return 0 if kind == "fp8_e4m3" and casts else KV_FORMATS[kind].shift
 
 
 def page_stride_of(pages: torch.Tensor, layout: PageLayout) -> int:

@@ -1,23 +1,41 @@
-"""Cache formats by name."""
+"""Cache formats by name.
+
+Every class of this folder's files is found here, and names its formats itself (`FORMATS`).
+"""
+
+from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import iter_modules
 
 from halfbyte.kvcache.quant_methods.base import KVCacheQuantMethod
-from halfbyte.kvcache.quant_methods.block_fp4 import FP4Block16KVCacheMethod, MXFP4KVCacheMethod
-from halfbyte.kvcache.quant_methods.fp8 import Fp8KVCacheMethod
-from halfbyte.kvcache.quant_methods.nvfp4 import NVFP4KVCacheMethod
-from halfbyte.kvcache.quant_methods.unquantized import UnquantizedKVCacheMethod
 from halfbyte.layouts import KVCacheDType
+from halfbyte.layouts.formats import KV_FORMATS
 
-KV_CACHE_QUANT_REGISTRY: dict[str, type[KVCacheQuantMethod]] = {
-    "float32": UnquantizedKVCacheMethod,
-    "float16": UnquantizedKVCacheMethod,
-    "bfloat16": UnquantizedKVCacheMethod,
-    "fp8_e4m3": Fp8KVCacheMethod,
-    "fp8_e5m2": Fp8KVCacheMethod,
-    "nvfp4": NVFP4KVCacheMethod,
-    "nvfp4_4over6": NVFP4KVCacheMethod,
-    "fp4_block16": FP4Block16KVCacheMethod,
-    "mxfp4": MXFP4KVCacheMethod,
-}
+
+def _methods() -> Iterator[type[KVCacheQuantMethod]]:
+    for file in iter_modules(__path__):
+        module = import_module(f"{__name__}.{file.name}")
+        for found in vars(module).values():
+            is_class = isinstance(found, type) and found.__module__ == module.__name__
+            if is_class and issubclass(found, KVCacheQuantMethod):
+                yield found
+
+
+def _registry() -> dict[str, type[KVCacheQuantMethod]]:
+    """In the order of `KV_FORMATS`.
+
+    Raises:
+        ValueError: a class names a format that has no row, or another class's.
+    """
+    found: dict[str, type[KVCacheQuantMethod]] = {}
+    for method in _methods():
+        for name in method.FORMATS:
+            if found.setdefault(KVCacheDType.parse(name).value, method) is not method:
+                raise ValueError(f"{method.__name__}.FORMATS: {name} is in {found[name].__name__}")
+    return {name: found[name] for name in KV_FORMATS if name in found}
+
+
+KV_CACHE_QUANT_REGISTRY = _registry()
 """The class of every format, which is made with the format's `KVCacheDType`."""
 
 

@@ -22,6 +22,8 @@ from halfbyte.layouts import KVCacheDType, PageLayout
 class KVCacheQuantMethod(ABC):
     """Base of all cache formats; one subclass per family, one instance per format."""
 
+    FORMATS: ClassVar[tuple[str, ...]] = ()
+    """Names of the formats that the registry makes the class for, each in one class."""
     SCALE_BLOCK_SIZE: ClassVar[int] = 1
     """Values that share a block scale, as `dtype.scale_block_size`; 1 where there are none."""
 

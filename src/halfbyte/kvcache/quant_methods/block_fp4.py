@@ -42,6 +42,7 @@ class _BlockFP4KVCacheMethod(KVCacheQuantMethod):
 class MXFP4KVCacheMethod(_BlockFP4KVCacheMethod):
     """`mxfp4` of `halfbyte.numerics.block_fp4` on the bytes of a cache."""
 
+    FORMATS: ClassVar[tuple[str, ...]] = ("mxfp4",)
     SCALE_BLOCK_SIZE: ClassVar[int] = block_fp4.MXFP4_BLOCK_SIZE
     _functions = (block_fp4.quantize_mxfp4, block_fp4.dequantize_mxfp4)
 
@@ -49,5 +50,6 @@ class MXFP4KVCacheMethod(_BlockFP4KVCacheMethod):
 class FP4Block16KVCacheMethod(_BlockFP4KVCacheMethod):
     """`fp4_block16` of `halfbyte.numerics.block_fp4` on the bytes of a cache."""
 
+    FORMATS: ClassVar[tuple[str, ...]] = ("fp4_block16",)
     SCALE_BLOCK_SIZE: ClassVar[int] = block_fp4.FP4_BLOCK16_BLOCK_SIZE
     _functions = (block_fp4.quantize_fp4_block16, block_fp4.dequantize_fp4_block16)

@@ -1,23 +1,23 @@
 """FP8 with one scale per tensor: `fp8_e4m3` and `fp8_e5m2`."""
 
+from typing import ClassVar
+
 import torch
 
 from halfbyte.kvcache.quant_methods.base import KVCacheQuantMethod
 from halfbyte.layouts import KVCacheDType
 from halfbyte.numerics import fp8
 
-_FORMATS: dict[KVCacheDType, fp8.Fp8Format] = {
-    KVCacheDType.FP8_E4M3: "e4m3",
-    KVCacheDType.FP8_E5M2: "e5m2",
-}
-
 
 class Fp8KVCacheMethod(KVCacheQuantMethod):
     """`halfbyte.numerics.fp8` on the bytes of a cache."""
 
+    FORMATS: ClassVar[tuple[str, ...]] = KVCacheDType.where(lambda row: row.fp8)
+
     def __init__(self, dtype: KVCacheDType) -> None:
         super().__init__(dtype)
-        self._format = _FORMATS[dtype]
+        assert dtype.kv_format.fp8 is not None
+        self._format = dtype.kv_format.fp8
 
     def quantize(
         self, x: torch.Tensor, global_scale: float | torch.Tensor

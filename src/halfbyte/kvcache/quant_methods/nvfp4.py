@@ -8,20 +8,17 @@ from halfbyte.kvcache.quant_methods.base import KVCacheQuantMethod
 from halfbyte.layouts import KVCacheDType
 from halfbyte.numerics import nvfp4
 
-_RECIPES: dict[KVCacheDType, nvfp4.Recipe] = {
-    KVCacheDType.NVFP4: "amax6",
-    KVCacheDType.NVFP4_4OVER6: "four_over_six",
-}
-
 
 class NVFP4KVCacheMethod(KVCacheQuantMethod):
     """`halfbyte.numerics.nvfp4` on the bytes of a cache."""
 
+    FORMATS: ClassVar[tuple[str, ...]] = KVCacheDType.where(lambda row: row.recipe)
     SCALE_BLOCK_SIZE: ClassVar[int] = nvfp4.BLOCK_SIZE
 
     def __init__(self, dtype: KVCacheDType) -> None:
         super().__init__(dtype)
-        self._recipe = _RECIPES[dtype]
+        assert dtype.kv_format.recipe is not None
+        self._recipe = dtype.kv_format.recipe
 
     def quantize(
         self, x: torch.Tensor, global_scale: float | torch.Tensor

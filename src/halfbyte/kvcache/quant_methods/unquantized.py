@@ -1,12 +1,17 @@
 """Unquantized formats: float32, float16, bfloat16."""
 
+from typing import ClassVar
+
 import torch
 
 from halfbyte.kvcache.quant_methods.base import KVCacheQuantMethod
+from halfbyte.layouts import KVCacheDType
 
 
 class UnquantizedKVCacheMethod(KVCacheQuantMethod):
     """A cast to the cache's dtype; no scales. Narrowing to float16 saturates, as elsewhere."""
+
+    FORMATS: ClassVar[tuple[str, ...]] = KVCacheDType.where(lambda row: not row.is_quantized)
 
     def quantize(
         self, x: torch.Tensor, global_scale: float | torch.Tensor
@@ -14,7 +19,7 @@ class UnquantizedKVCacheMethod(KVCacheQuantMethod):
         """The values of `x` in the cache's dtype, and no scales."""
         target = self.dtype.storage_dtype
         if target == torch.float16 and x.dtype != torch.float16:
-            limit = torch.finfo(target).max
+            limit = self.dtype.kv_format.max_value
             x = x.float().clamp(-limit, limit)  # bfloat16 would round the limit up
         return x.to(target), None
 

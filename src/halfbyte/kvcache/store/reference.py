@@ -19,7 +19,7 @@ from halfbyte.kvcache.store.base import (
 )
 from halfbyte.kvcache.transform import MARK, KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout
-from halfbyte.numerics import nvfp4, weighted_rounding
+from halfbyte.numerics import weighted_rounding
 
 
 class ReferenceStore(StoreBackend):
@@ -84,7 +84,7 @@ def _quantize_key(
     """Codes and block scales of K'."""
     if transform is None or not transform.weighs_errors:
         return _method(dtype).quantize(key, scale)
-    recipe: nvfp4.Recipe = "four_over_six" if dtype == KVCacheDType.NVFP4_4OVER6 else "amax6"
+    recipe = dtype.kv_format.recipe or "amax6"
     data, scales = weighted_rounding.quantize(
         key, scale, transform.k_weights, transform.feedback, recipe
     )

@@ -24,6 +24,8 @@ class Side(NamedTuple):
     """Geometry of K or V that a kernel is compiled for; strides in bytes."""
 
     kind: str
+    max_value: float
+    """Of the format's elements."""
     head_size: int
     num_heads: int
     block_size: int
@@ -46,8 +48,10 @@ def side_of(layout: PageLayout, side: str, pages_aligned: bool) -> tuple[Side, t
     data, scale = regions[f"{side}_data"], regions.get(f"{side}_scale")
     head_size = layout.head_size if side == "k" else layout.head_size_v
     in_words = data.offset % 4 == data.token_stride % 4 == data.head_stride % 4 == 0
+    dtype = layout.k_dtype if side == "k" else layout.v_dtype
     geometry = Side(
-        kind=(layout.k_dtype if side == "k" else layout.v_dtype).value,
+        kind=dtype.value,
+        max_value=dtype.kv_format.max_value,
         head_size=head_size,
         num_heads=layout.num_kv_heads,
         block_size=layout.block_size,
@@ -222,7 +226,8 @@ def store_side(
         low, high = to_float32(low), to_float32(high)
         g = tl.load(scale) if scale_on_device else tl.cast(scale, tl.float32)
         if kind == "fp8_e4m3" or kind == "fp8_e5m2":
-            words = encode_fp8(low, high, g, kind)
+            largest: tl.constexpr = side.max_value
+            words = encode_fp8(low, high, g, kind, largest)
         else:
             if weights is not None:
                 weights += head.to(tl.int64) * side.head_size

@@ -13,8 +13,8 @@ from halfbyte.numerics.nvfp4 import BLOCK_SIZE
 
 _OLDEST = 80
 _HEAD_SIZES = (64, 128, 256)
-_K_FORMATS = (KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6)
-_FORMATS = (*_K_FORMATS, KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)
+_K_FORMATS = KVCacheDType.where(lambda row: row.recipe)
+_FORMATS = (*_K_FORMATS, *KVCacheDType.where(lambda row: row.fp8))
 
 
 class CudaStore(StoreBackend):

@@ -18,16 +18,17 @@ from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import StoreInputs, global_scale_on
 from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
+from halfbyte.layouts.formats import KV_FORMATS
 from halfbyte.numerics.nvfp4 import BLOCK_SIZE
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Values of the macros `KEY_TYPE`, `VALUE_TYPE` and `FIRST_TYPE`."""
 _V_KINDS = {
-    KVCacheDType.NVFP4: 4,
-    KVCacheDType.NVFP4_4OVER6: 6,
-    KVCacheDType.FP8_E4M3: 8,
-    KVCacheDType.FP8_E5M2: 9,
+    KVCacheDType(name): 6 if row.recipe == "four_over_six" else row.cuda_id
+    for name, row in KV_FORMATS.items()
+    if row.cuda_id is not None and row.is_quantized
 }
+"""Values of the macro `V_KIND`: unlike readers, a writer must tell the recipes apart."""
 _BY_BLOCK, _BY_ROW, _BY_TILE = 1, 2, 3
 _WARPS = {_BY_BLOCK: 4, _BY_ROW: 4, _BY_TILE: 2}
 _TILE = 32
@@ -131,7 +132,7 @@ class Variant(NamedTuple):
             "KV_HEADS": layout.num_kv_heads,
             "BLOCK_SIZE": layout.block_size,
             **{name.upper(): of_regions[name] for name in REGION_FIELDS},
-            "FOUR_OVER_SIX": int(layout.k_dtype == KVCacheDType.NVFP4_4OVER6),
+            "FOUR_OVER_SIX": int(layout.k_dtype.kv_format.recipe == "four_over_six"),
             "V_KIND": _V_KINDS[layout.v_dtype],
             "SM100": int(layout.v_scale_layout == "sm100"),
             "KEY_TYPE": _TYPES[self.key_dtype],
