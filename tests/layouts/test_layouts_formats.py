@@ -137,7 +137,9 @@ def test_formats_share_an_id_only_where_they_share_a_decoder() -> None:
 def test_formats_of_triton_kernels() -> None:
     assert frozenset(KERNEL_DTYPES) == triton_formats.FORMATS
     for name in KERNEL_DTYPES:
-        kind = side_geometry(layout_of(name), "k").kind
+        side = side_geometry(layout_of(name), "k")
+        kind = side.kind
+        assert side.block == {None: 0, 16: 8, 32: 16}[KV_FORMATS[name].block_size]
         assert kind == ("nvfp4" if name == "nvfp4_4over6" else name)
         for casts in (False, True):
             expected = 0 if casts and name == "fp8_e4m3" else SHIFTS.get(name, 0)

@@ -85,7 +85,7 @@ def _unpack_side(
     if side.fp4:
         packed, scales = load_fp4_bytes(pages, page_stride, page, slots, head, live, side, 4)
         if side.kind == "nvfp4":
-            factors = spread(e4m3_to_float16(scales) * 32768.0, 8)
+            factors = spread(e4m3_to_float16(scales) * 32768.0, side.block)
             even, odd = nvfp4_to_float16(packed, factors, ptx)
             if rotated:
                 # Pinned: Triton would otherwise convert single bytes to the matmul's layout.
@@ -95,7 +95,7 @@ def _unpack_side(
                 even, odd = tl.dot(even + odd, h), tl.dot(even - odd, h)
             even, odd = even.to(tl.float32), odd.to(tl.float32)
         else:
-            factors = spread(e8m0_to_float32(scales), 16 if side.kind == "mxfp4" else 8)
+            factors = spread(e8m0_to_float32(scales), side.block)
             even = e2m1_to_float32(packed) * factors
             odd = e2m1_to_float32(packed >> 4) * factors
         values = tl.reshape(tl.join(even, odd), (num_tokens, 2 * side.padded)) * factor

@@ -32,6 +32,8 @@ class SideGeometry(NamedTuple):
     kind: str
     """`KVFormat.triton_kind`: `nvfp4` for all recipes."""
     fp4: bool
+    block: int
+    """Bytes of codes that share a block scale; 0 where there are none."""
     head_size: int
     padded: int
     """Columns of a tile, a power of two: bytes of four-bit formats, values of the others."""
@@ -53,11 +55,12 @@ def side_geometry(layout: PageLayout, side: str) -> SideGeometry:
     dtype = layout.k_dtype if side == "k" else layout.v_dtype
     head_size = layout.head_size if side == "k" else layout.head_size_v
     columns = head_size // 2 if scale else head_size
-    kind = dtype.kv_format.triton_kind
-    assert kind is not None, f"Triton kernels do not know {dtype}"
+    row = dtype.kv_format
+    assert row.triton_kind is not None, f"Triton kernels do not know {dtype}"
     return SideGeometry(
-        kind=kind,
+        kind=row.triton_kind,
         fp4=scale is not None,
+        block=(row.block_size or 0) * row.bits // 8,
         head_size=head_size,
         padded=max(16, 1 << (columns - 1).bit_length()),  # min size of a matmul operand
         block_size=layout.block_size,
@@ -170,7 +173,7 @@ def load_fp4_bytes(
         contiguous: bytes per load of a thread; 0 for 16.
     """
     width: tl.constexpr = side.head_size // 2
-    block: tl.constexpr = 16 if side.kind == "mxfp4" else 8
+    block: tl.constexpr = side.block
     starts = page * page_stride + slots * 0
     rows = pages + side.data + head * side.data_head + (starts + slots * side.data_token)
     packed = _load_columns(rows, live, width, side.padded, contiguous)
@@ -205,7 +208,7 @@ def load_fp4(
         pin: whether to keep decoded values in their layout (see `pinned`).
     """
     packed, scale_bytes = load_fp4_bytes(pages, page_stride, page, slots, head, live, side)
-    block: tl.constexpr = 16 if side.kind == "mxfp4" else 8
+    block: tl.constexpr = side.block
     if side.kind == "nvfp4":
         factors = e4m3_to_float16(scale_bytes) * 32768.0  # from 2^-8 to 2^7
         even, odd = nvfp4_to_float16(packed, spread(factors, block), ptx)
