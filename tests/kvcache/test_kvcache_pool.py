@@ -1,5 +1,7 @@
 """`PagedKVPool`: bytes by page, layer and shard."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -171,7 +173,7 @@ def test_each_shard_reads_its_slice_of_heads(hybrid: bool, world_size: int) -> N
         heads = layout.num_kv_heads // world_size
         for rank, shard in enumerate(shards):
             own = shard.layout(layer)
-            assert own == layout.with_heads(heads)
+            assert own == replace(layout, num_kv_heads=heads)
             k_own, v_own = read_tokens(shard.layer_pages(layer), slots[layer], own, 0.01, 0.02)
             assert torch.equal(k_own, k[:, rank * heads : (rank + 1) * heads])
             assert torch.equal(v_own, v[:, rank * heads : (rank + 1) * heads])

@@ -220,19 +220,6 @@ class PageLayout:
         num_blocks = self.v_dtype.scale_bytes(self.head_size_v)
         return v_scale_position(self.block_size, num_blocks, self.v_scale_layout, device)
 
-    def with_heads(self, num_kv_heads: int) -> "PageLayout":
-        """The same layout with another number of KV heads (a shard of a tensor-parallel group)."""
-        return PageLayout(
-            self.k_dtype,
-            self.v_dtype,
-            self.head_size,
-            self.head_size_v,
-            num_kv_heads,
-            self.block_size,
-            self.order,
-            self.v_scale_layout,
-        )
-
 
 def page_stride(pages: torch.Tensor) -> int:
     """Bytes from a page to the next; 0 for a single page, whose stride may be anything."""

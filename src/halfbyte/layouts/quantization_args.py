@@ -7,7 +7,7 @@ are refused; so are unknown fields that are set.
 from collections.abc import Mapping
 
 Values = Mapping[str, tuple[object, ...]]
-"""Supported values by field; None if the field may be absent or null."""
+"""Supported values by field; None among them if the field may be absent or null."""
 
 _DEFAULTS = {"type": "int", "num_bits": 8, "symmetric": True}
 _OF_CALIBRATION = frozenset({"observer", "observer_kwargs", "zp_dtype"})

@@ -173,7 +173,8 @@ def _nvfp4_candidate(low, high, amax, g, target: tl.constexpr, shared: tl.conste
         ratio = tl.where(amax == float("inf"), amax, ratio)
         ratio = tl.where(ratio < 0, 0.0, ratio)
         ratio = tl.minimum(ratio, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    # The last place of a power of two 2^20 times that of the ratio, 2^-6 at least, is E4M3's.
+    # Adding and subtracting `power` rounds to E4M3: the ulp of
+    # 2^20 * max(2^-6, 2^floor(log2 ratio)) is E4M3's step.
     power = float_of(tl.maximum(bits_of(ratio) & 0x7F800000, 0x3C800000)) * 2.0**20
     s = tl.maximum((ratio + power) - power, 2.0**-9)
     code = bits_of(s * 2.0**-120) >> 20
