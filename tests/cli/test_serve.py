@@ -218,7 +218,7 @@ CONFIG = "--additional-config"
         (
             [BUNDLED, "--k-dtype", "nvfp5"],
             "error: --k-dtype: expected one of auto, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2, "
-            "nvfp4, nvfp4_4over6, mxfp4, fp4_block16, got 'nvfp5'",
+            "nvfp4, nvfp4_4over6, fp4_block16, mxfp4, got 'nvfp5'",
         ),
         ([BUNDLED, "--v-dtype", ""], "error: --v-dtype: expected one of auto, bfloat16,"),
         (
