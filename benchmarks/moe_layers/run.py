@@ -147,7 +147,7 @@ class MoeRun(MoeBenchmark):
         return {**row, **moe_ratios(row, self.report["read_terabytes_per_s"])}
 
     def _read(self, num_bytes: int) -> tuple[str, list[Call]]:
-        """`plain_read` of as many bytes; cached until another number is asked for."""
+        """`plain_read` of as many bytes; only the latest number is cached."""
         num_bytes -= num_bytes % 16
         if num_bytes not in self._reads:
             self._reads.clear()

@@ -67,10 +67,7 @@ __device__ __forceinline__ void stage_query(const Params& p, const WorkItem& ite
     load_query(words, p.query, query_row(p, item, head, column), c);
 #if KEEPS_QUERY
 #pragma unroll
-    for (int j = 0; j < STEPS_K; j += 2)
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(raw_query(n, j)), "r"(words[j][0]),
-                   "r"(words[j][1]), "r"(words[j + 1][0]), "r"(words[j + 1][1])
-                   : "memory");
+    for (int j = 0; j < STEPS_K; j += 2) store_words4(raw_query(n, j), words[j]);
 #endif
 #if ROTATE
     rotate_query(words);

@@ -180,6 +180,12 @@ __device__ __forceinline__ u32 e4m3_to_half2(u32 bytes) {
 // An E5M2 value is the upper byte of a half.
 __device__ __forceinline__ u32 e5m2_to_half2(u32 bytes) { return __byte_perm(bytes, 0, 0x1404); }
 
+// Stores four words to an address aligned to 16 bytes.
+__device__ __forceinline__ void store_words4(u32 address, const u32* x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 // Loads a row of scales: `WORDS` words from an address aligned to min(WORDS, 4) words.
 template <int WORDS>
 __device__ __forceinline__ void load_words(u32* x, u32 address) {

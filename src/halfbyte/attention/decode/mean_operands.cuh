@@ -8,7 +8,7 @@
 //
 // Macros:
 //   SEGMENT           tokens that share a mean, a multiple of 64; 0 where K is not centred
-//   PAIRS             channel pairs, a multiple of 16
+//   PAIRS             channel pairs, a power of two from 16 on
 //   PAIRS_ARE_HALVES  1 if pair i is channels i and PAIRS + i
 
 #pragma once
@@ -19,11 +19,6 @@
 __device__ __forceinline__ void split(u32& high, u32& low, float x, float y) {
   high = pack_bf162(x, y);
   low = pack_bf162(x - __int_as_float(high << 16), y - __int_as_float(high & 0xFFFF0000u));
-}
-
-__device__ __forceinline__ void load4(float* to, const float* from) {
-  const float4 x = *(const float4*)from;
-  to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
 }
 
 // Of every 16 pairs a lane has four: 4 c .. 4 c + 3. Two of them make a k step, k values 2 c and 2 c + 1 being
@@ -57,13 +52,12 @@ struct Angles {
   }
 };
 
-// A lane's q and means for four pairs of 16.
-struct Pairs {
-  u32 low[2], high[2];  // of q: two channels each
-  float low_mean[4], high_mean[4];
+// A lane's channels of q for four pairs of 16.
+struct QueryPairs {
+  u32 low[2], high[2];  // two channels each
 
-  // `q`: row of the query, in elements; `pair`: the first of four.
-  __device__ __forceinline__ void load_query(const Params& p, u64 row, int pair) {
+  // `row`: of the query, in elements; `pair`: the first of four.
+  __device__ __forceinline__ void load(const Params& p, u64 row, int pair) {
     const u16* q = (const u16*)p.query + row;
 #if PAIRS_ARE_HALVES
     const uint2 x = *(const uint2*)(q + pair), y = *(const uint2*)(q + PAIRS + pair);
@@ -74,26 +68,49 @@ struct Pairs {
     high[0] = q[y.x] | (u32)q[y.y] << 16, high[1] = q[y.z] | (u32)q[y.w] << 16;
 #endif
   }
-  __device__ __forceinline__ void load_means(const Params& p, int head, int pair) {
-    load4(low_mean, p.recipe.low_mean + head * PAIRS + pair);
-    load4(high_mean, p.recipe.high_mean + head * PAIRS + pair);
-  }
+};
 
-  // Operand B of one of two k steps: two words, then two words of the lower parts.
-  __device__ __forceinline__ void coefficients(u32* words, int step) const {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const float x = query_value((u16)(low[step] >> 16 * i)), y = query_value((u16)(high[step] >> 16 * i));
-      const float m = low_mean[2 * step + i], n = high_mean[2 * step + i];
-      split(words[i], words[2 + i], x * m + y * n, x * n - y * m);
-    }
+// A lane's means for four pairs of 16.
+struct MeanPairs {
+  float low[4], high[4];
+
+  __device__ __forceinline__ void load(const Params& p, int head, int pair) {
+    load4(low, p.recipe.low_mean + head * PAIRS + pair);
+    load4(high, p.recipe.high_mean + head * PAIRS + pair);
   }
 };
 
-// sums += A B, with both operands split.
+// Operand B of one of the two k steps of 16 pairs: two words, then two words of the lower parts.
+__device__ __forceinline__ void coefficient_words(u32* words, const QueryPairs& query, const MeanPairs& mean, int step) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float x = query_value((u16)(query.low[step] >> 16 * i)), y = query_value((u16)(query.high[step] >> 16 * i));
+    const float m = mean.low[2 * step + i], n = mean.high[2 * step + i];
+    split(words[i], words[2 + i], x * m + y * n, x * n - y * m);
+  }
+}
+
+// sums += A B of a k step, with both operands split.
 __device__ __forceinline__ void add_product(float* sums, const u32* high, const u32* low, const u32* b) {
   mma<true>(sums, low, b[0], b[1]);
   mma<true>(sums, high, b[2], b[3]);
   mma<true>(sums, high, b[0], b[1]);
+}
+
+// Adds 16 pairs from `pair` on to the sums of eight columns; `step` is their first k step in `angles`.
+template <int COUNT>
+__device__ __forceinline__ void add_pairs(const Params& p, float* sums, const Angles<COUNT>& angles, int step, u64 row,
+                                          int head, int pair) {
+  QueryPairs query;
+  MeanPairs mean;
+  query.load(p, row, pair + first_pair(0));
+  mean.load(p, head, pair + first_pair(0));
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    u32 high[4], low[4], b[4];
+    angles.operands(high, low, step + i);
+    coefficient_words(b, query, mean, i);
+    add_product(sums, high, low, b);
+  }
 }
 #endif

@@ -14,30 +14,31 @@
 
 // What the coefficients and the first biases are computed from, loaded early to hide its latency.
 struct MeanInputs {
-  int first;  // segment
 #if KEEPS_COEFFICIENTS
-  Pairs pairs[N_TILES][PAIRS / 16];  // their means are in the first row
+  QueryPairs query[N_TILES][PAIRS / 16];
+  MeanPairs mean[PAIRS / 16];
+#endif
 #if EARLY_ANGLES
+  int first;              // segment
   Angles<LOADED> angles;  // of the first pairs; other kernels have no registers left for them
 #endif
-#endif
 
-  __device__ __forceinline__ MeanInputs(const Params& p, const WorkItem& item, int head, Share share)
-      : first(SEGMENT ? share.first * TILE / max(SEGMENT, 1) : 0) {
+  __device__ __forceinline__ MeanInputs(const Params& p, const WorkItem& item, int head, Share share) {
 #if KEEPS_COEFFICIENTS
     const int g = (threadIdx.x & 31) >> 2;
 #pragma unroll
     for (int j = 0; j < PAIRS / 16; j++) {
-      pairs[0][j].load_means(p, head, first_pair(j));
+      mean[j].load(p, head, first_pair(j));
 #pragma unroll
       for (int n = 0; n < N_TILES; n++) {
         const u64 row = query_row(p, item, head, item.col_tile * COLS + 8 * n + g % COLS);
-        pairs[n][j].load_query(p, row, first_pair(j));
+        query[n][j].load(p, row, first_pair(j));
       }
     }
-#if EARLY_ANGLES
-    angles.load(p, first, 0);
 #endif
+#if EARLY_ANGLES
+    first = share.first * TILE / SEGMENT;
+    angles.load(p, first, 0);
 #endif
   }
 };
@@ -64,21 +65,10 @@ struct Bias {
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
-      for (int j = 0; j < PAIRS / 16; j++) {
-        Pairs pairs = from.pairs[n][j];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          pairs.low_mean[i] = from.pairs[0][j].low_mean[i];
-          pairs.high_mean[i] = from.pairs[0][j].high_mean[i];
-        }
-#pragma unroll
-        for (int step = 0; step < 2; step++) {
-          u32 words[4];
-          pairs.coefficients(words, step);
-          asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address(n, 2 * j + step)), "r"(words[0]),
-                       "r"(words[1]), "r"(words[2]), "r"(words[3])
-                       : "memory");
-        }
+      for (int step = 0; step < PAIRS / 8; step++) {
+        u32 words[4];
+        coefficient_words(words, from.query[n][step / 2], from.mean[step / 2], step % 2);
+        store_words4(address(n, step), words);
       }
     __syncwarp();
 #endif
@@ -128,19 +118,11 @@ struct Bias {
       }
     }
 #else
-    const int g = (threadIdx.x & 31) >> 2, pair = first_step * 8 + first_pair(0);
+    const int g = (threadIdx.x & 31) >> 2;
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
-      Pairs pairs;
-      pairs.load_query(p, query_row(p, item, head, item.col_tile * COLS + 8 * n + g % COLS), pair);
-      pairs.load_means(p, head, pair);
-#pragma unroll
-      for (int step = 0; step < 2; step++) {
-        u32 high[4], low[4], b[4];
-        angles.operands(high, low, step);
-        pairs.coefficients(b, step);
-        add_product(sums[n], high, low, b);
-      }
+      const u64 row = query_row(p, item, head, item.col_tile * COLS + 8 * n + g % COLS);
+      add_pairs(p, sums[n], angles, 0, row, head, first_step * 8);
     }
 #endif
   }

@@ -22,17 +22,14 @@ struct Bias {
     const int subtile = threadIdx.x / COLS;
     if (subtile >= SUBTILES) return;
     const int row = (position + 64 * subtile) / SEGMENT - first;
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];"
-                 : "=f"(x)
-                 : "r"(ring_address() + OFF_TABLE + (row * COLS + threadIdx.x % COLS) * 4)
-                 : "memory");
-    store_float(ring_address() + OFF_BIAS + 4 * threadIdx.x, x);
+    u32 x;
+    load_words<1>(&x, ring_address() + OFF_TABLE + (row * COLS + threadIdx.x % COLS) * 4);
+    store_float(ring_address() + OFF_BIAS + 4 * threadIdx.x, __int_as_float(x));
   }
 
   // Computes the biases of 16 segments; a warp has every fourth group of eight columns.
   __device__ __forceinline__ void fill(const Params& p, const WorkItem& item, int head) {
-    constexpr int LOADED = 32;
+    constexpr int LOADED = PAIRS < 32 ? PAIRS : 32;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
     __syncthreads();  // all have read the earlier ones
 #pragma unroll 1
@@ -41,21 +38,10 @@ struct Bias {
       float sums[4] = {};
 #pragma unroll 1
       for (int pair = 0; pair < PAIRS; pair += LOADED) {
-        Angles<PAIRS < LOADED ? PAIRS : LOADED> angles;
+        Angles<LOADED> angles;
         angles.load(p, first, pair);
 #pragma unroll
-        for (int j = 0; j < (PAIRS < LOADED ? PAIRS : LOADED) / 16; j++) {
-          Pairs pairs;
-          pairs.load_query(p, row, pair + first_pair(j));
-          pairs.load_means(p, head, pair + first_pair(j));
-#pragma unroll
-          for (int step = 0; step < 2; step++) {
-            u32 high[4], low[4], b[4];
-            angles.operands(high, low, 2 * j + step);
-            pairs.coefficients(b, step);
-            add_product(sums, high, low, b);
-          }
-        }
+        for (int i = 0; i < LOADED; i += 16) add_pairs(p, sums, angles, i / 8, row, head, pair + i);
       }
 #pragma unroll
       for (int i = 0; i < 2; i++)

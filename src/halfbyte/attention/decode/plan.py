@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.attention.base import AttentionInputs
-from halfbyte.attention.decode.recipe import RecipeVariant
+from halfbyte.attention.decode.recipe import NO_RECIPE, RecipeVariant
 from halfbyte.attention.decode.variant import Variant, choose_variant, stage_bytes
 from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
@@ -25,7 +25,6 @@ _BATCH_INVARIANT_SPAN = 512
 """Tokens per unit where results must not depend on the batch."""
 _OVERHEAD_TOKENS = 64
 """Cost of starting a work item, in tokens."""
-_NO_RECIPE = RecipeVariant()
 _MAX_PARTIAL_BYTES = 2**31
 _HEADER_INTS = 4
 _TOKEN_INTS = 8
@@ -114,7 +113,7 @@ def plan_of(inputs: AttentionInputs, recipe: RecipeVariant) -> Plan:
     return inputs.plans.get(key, lambda: make_plan(inputs, recipe))
 
 
-def make_plan(inputs: AttentionInputs, recipe: RecipeVariant = _NO_RECIPE) -> Plan:
+def make_plan(inputs: AttentionInputs, recipe: RecipeVariant = NO_RECIPE) -> Plan:
     """Split a step's attention into units that just fill the GPU.
 
     The plan serves every call with the same layout, heads, window and lengths, in order on one

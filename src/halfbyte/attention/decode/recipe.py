@@ -65,6 +65,9 @@ class RecipeVariant(NamedTuple):
         }
 
 
+NO_RECIPE = RecipeVariant()
+
+
 class BoundRecipe(NamedTuple):
     """A recipe's inputs of a call."""
 

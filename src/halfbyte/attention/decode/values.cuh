@@ -66,7 +66,7 @@ __device__ __forceinline__ void rotate_query(u32 (*w)[2]) {
     }
 #pragma unroll
   for (int h = RUN; h < DIMS; h *= 2) butterflies(h);
-  constexpr float NORM = HEAD_SIZE == 64 ? 0.125f : HEAD_SIZE == 256 ? 0.0625f : 0.08838834764831845f;
+  constexpr float NORM = hadamard_norm(HEAD_SIZE);
 #pragma unroll
   for (int i = 0; i < DIMS; i += 2) w[i / 4][i / 2 % 2] = pack_output(x[i] * NORM, x[i + 1] * NORM);
 }

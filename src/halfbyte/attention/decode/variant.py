@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from halfbyte.attention.decode.recipe import RecipeVariant
+from halfbyte.attention.decode.recipe import NO_RECIPE, RecipeVariant
 from halfbyte.kernels.runtime.parameters import region_fields
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.layouts.formats import KV_FORMATS
@@ -29,7 +29,6 @@ _RING_BYTES = 27 * 1024
 _NVFP4_RINGS = ((64, 2), (32, 2), (16, 2))
 _RINGS = ((64, 4), (64, 3), (32, 4), (32, 3), (16, 3), (32, 2), (16, 2))
 """(tokens per tile, tiles per ring), best first."""
-_NO_RECIPE = RecipeVariant()
 WARPS = 4
 """Per CTA."""
 
@@ -114,7 +113,7 @@ def choose_variant(
     mean_queries: float,
     batch_invariant: bool,
     compute_capability: int,
-    recipe: RecipeVariant = _NO_RECIPE,
+    recipe: RecipeVariant = NO_RECIPE,
 ) -> Variant | None:
     """The fastest known variant for the work on a GPU; None if shared memory is too small.
 
@@ -236,7 +235,7 @@ def macros(
         "K_KIND": _KINDS[layout.k_dtype],
         "V_KIND": _KINDS[layout.v_dtype],
         "BLOCK_SIZE": layout.block_size,
-        **_NO_RECIPE.macros(),
+        **NO_RECIPE.macros(),
         # In HND the tokens of a head are contiguous, so every copy has 16 bytes. The same holds
         # for NHD with a single head.
         "HND": int(layout.order == "HND" or layout.num_kv_heads == 1),

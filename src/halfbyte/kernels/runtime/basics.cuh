@@ -34,6 +34,16 @@ __device__ __forceinline__ float2 load_float2(u32 address) {
   return y;
 }
 
+__device__ __forceinline__ void load4(float* to, const float* from) {
+  const float4 x = *(const float4*)from;
+  to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
+
+// 1 / sqrt(size), for the sizes that kernels rotate: 64, 128 and 256.
+__device__ __forceinline__ constexpr float hadamard_norm(int size) {
+  return size == 64 ? 0.125f : size == 256 ? 0.0625f : 0.08838834764831845f;
+}
+
 __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -285,7 +285,11 @@ def tokens_after_hits(
     return results
 
 
-def varied(tokens: list[list[int]]) -> bool:
-    """Whether outputs are varied enough for a comparison: all different, at most one in a loop."""
+def varied(tokens: Sequence[Sequence[Hashable]]) -> bool:
+    """Whether outputs are varied enough for a comparison: all different, at most one in a loop.
+
+    Args:
+        tokens: by prompt and step; also with their log-probabilities.
+    """
     loops = [t for t in tokens if len(set(t)) <= 6]
     return len({tuple(t) for t in tokens}) == len(tokens) and len(loops) <= 1

@@ -96,16 +96,10 @@ __device__ __forceinline__ void store_key_tile(const Params& p, u32 number, floa
     float x[BLOCK];
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) x[i] = column[i * TILE];
-    const float amax = amax_of<BLOCK>(x);
-#if K_WEIGHTED
-    const int scale = best_scale<EASY>(x, Weights(p.k_weights + head * HEAD_SIZE + b * BLOCK), amax, g);
-#else
-    const int scale = encode_as_format<EASY, FOUR_OVER_SIX>(x, g).scale;
-#endif
-    const Rounding by = Rounding::of<EASY>(scale, amax, g);
+    const Rounding by = rounding_of_key<EASY>(p, x, head, b, g);
     uint2 words = round_in_turn<EASY>(x, by, factor + b * BLOCK * (HEAD_SIZE + 1), column);
-    if (by.is_zero || scale == NAN_SCALE) words = make_uint2(0, 0);
-    store_key(place, head, b, {words, by.is_zero ? 0 : scale}, first);
+    if (by.is_zero || by.scale == NAN_SCALE) words = make_uint2(0, 0);
+    store_key(place, head, b, {words, by.is_zero ? 0 : by.scale}, first);
     __syncwarp();
   }
 }

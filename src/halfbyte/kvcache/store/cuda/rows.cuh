@@ -51,11 +51,6 @@ __device__ __forceinline__ float load_value(const void* x, u64 i) {
   return z;
 }
 
-__device__ __forceinline__ void load4(float* to, const float* from) {
-  const float4 x = *(const float4*)from;
-  to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-}
-
 // Two values of 16 bits.
 template <int TYPE>
 __device__ __forceinline__ void widen(float& low, float& high, u32 word) {
@@ -150,9 +145,8 @@ __device__ __forceinline__ void rotate(float* x, u32 part) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(~0u, x[i], h));
   }
-  constexpr float NORM = HEAD_SIZE == 64 ? 0.125f : HEAD_SIZE == 256 ? 0.0625f : 0.08838834764831845f;
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) x[i] = mul(x[i], NORM);
+  for (int i = 0; i < COUNT; i++) x[i] = mul(x[i], hadamard_norm(HEAD_SIZE));
 }
 
 // K' of a block; zeros for a token that is not there. A whole warp comes here. `mean` is of the same head and part.

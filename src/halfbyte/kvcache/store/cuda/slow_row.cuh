@@ -80,13 +80,7 @@ __device__ __forceinline__ Rounding round_row_slowly(const Params& p, float* row
   for (u32 b = 0; b < PARTS; b++) {
     float x[BLOCK];
     load_floats(x, row + b * BLOCK);
-    const float amax = amax_of<BLOCK>(x);
-#if K_WEIGHTED
-    const int scale = best_scale<false>(x, Weights(p.k_weights + head * HEAD_SIZE + b * BLOCK), amax, g);
-#else
-    const int scale = encode_as_format<false, FOUR_OVER_SIX>(x, g).scale;
-#endif
-    const Rounding by = Rounding::of<false>(scale, amax, g);
+    const Rounding by = rounding_of_key<false>(p, x, head, b, g);
     if (lane / BLOCK_LANES == b) own = by;
 #pragma unroll 1
     for (u32 c = b * BLOCK; c < (b + 1) * BLOCK; c++) {

@@ -17,6 +17,18 @@ struct Rounding {
   }
 };
 
+// How block b of a head of K is rounded: by the scale of least weighted error, or the format's. `x`: its values.
+template <bool EASY>
+__device__ __forceinline__ Rounding rounding_of_key(const Params& p, const float* x, u32 head, u32 b, float g) {
+  const float amax = amax_of<BLOCK>(x);
+#if K_WEIGHTED
+  const int scale = best_scale<EASY>(x, Weights(p.k_weights + head * HEAD_SIZE + b * BLOCK), amax, g);
+#else
+  const int scale = encode_as_format<EASY, FOUR_OVER_SIX>(x, g).scale;
+#endif
+  return Rounding::of<EASY>(scale, amax, g);
+}
+
 // condition < limit ? x - y : otherwise, as a predicated subtraction: a select would add its latency.
 __device__ __forceinline__ float sub_if_less(float condition, float limit, float x, float y, float otherwise) {
   asm("{.reg .pred p; setp.lt.f32 p, %1, %2; @p sub.rn.f32 %0, %3, %4;}"
