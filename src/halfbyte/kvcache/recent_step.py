@@ -70,6 +70,21 @@ class LayerPages(NamedTuple):
         )
 
 
+class MissingRanges(NamedTuple):
+    """Missing positions as one range per sequence that has any, on the device."""
+
+    numbers: torch.Tensor
+    """int64 `[n]`, of the sequences in the batch."""
+    entries: torch.Tensor
+    """int32 `[n]`, of their rings."""
+    begins: torch.Tensor
+    """int32 `[n]`, first positions."""
+    ends: torch.Tensor
+    """int32 `[n]`, positions after the last ones."""
+    max_tokens: int
+    """Length of the longest range."""
+
+
 class _Places(NamedTuple):
     """Missing positions of all sequences: int64 `[n]` on the device."""
 
@@ -102,6 +117,8 @@ class RecentStep:
     write_first: bool = True
     _places: dict[int | None, list[_Places]] = field(default_factory=dict, init=False)
     """Places of missing positions, by the layer's window."""
+    _ranges: dict[int | None, MissingRanges] = field(default_factory=dict, init=False)
+    """The same as ranges."""
 
     @classmethod
     def of(
@@ -155,6 +172,26 @@ class RecentStep:
         """Where the step's tokens go in the rings of a layer."""
         return RingSlots(*rings, self.rows, self.owners, self.slots)
 
+    def missing_ranges(self, window: int | None, device: torch.device) -> MissingRanges:
+        """Ranges of missing positions, cached for all layers with the same window.
+
+        Args:
+            window: of the layer's attention; pages before it may have been reused.
+            device: for the tensors.
+        """
+        if window not in self._ranges:
+            found = [_missing_range(tokens, window) for tokens in self.missing]
+            columns = [
+                [tokens.number for tokens in self.missing],
+                [tokens.entry for tokens in self.missing],
+                [positions.start for positions in found],
+                [positions.stop for positions in found],
+            ]
+            numbers, entries, begins, ends = to_device(np.asarray(columns, np.int32), device)
+            longest = max(map(len, found), default=0)
+            self._ranges[window] = MissingRanges(numbers.long(), entries, begins, ends, longest)
+        return self._ranges[window]
+
     def fill(
         self,
         rings: tuple[torch.Tensor, torch.Tensor],
@@ -177,6 +214,15 @@ class RecentStep:
                 ring[entries, :, positions % ring.shape[2]] = x.to(ring.dtype)
 
 
+def _missing_range(missing: MissingTokens, window: int | None) -> range:
+    """The positions of `missing` that a layer's queries see."""
+    positions = missing.positions
+    first = positions.start
+    if window is not None:
+        first = max(first, missing.query - window + 1)
+    return range(first, max(first, positions.stop))
+
+
 def last_rows(counts: np.ndarray, ring: int) -> np.ndarray:
     """int64 `[n]`: rows of each sequence's last tokens of a step, at most `ring`.
 
@@ -195,10 +241,11 @@ def _missing_places(
 ) -> list[_Places]:
     """Places of all missing positions that a layer's queries see, `_FILLED_AT_ONCE` at a time."""
     parts = []
-    for number, entry, positions, query in missing:
-        first = positions.start if window is None else max(positions.start, query - window + 1)
-        seen = np.arange(first, max(first, positions.stop))
-        parts.append(np.stack([np.full_like(seen, number), np.full_like(seen, entry), seen]))
+    for tokens in missing:
+        positions = _missing_range(tokens, window)
+        seen = np.arange(positions.start, positions.stop)
+        of_all = np.full_like(seen, tokens.number), np.full_like(seen, tokens.entry)
+        parts.append(np.stack([*of_all, seen]))
     places = to_device(np.concatenate(parts, axis=1), device)
     return [_Places(*some) for some in places.split(_FILLED_AT_ONCE, dim=1) if some.shape[1]]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from halfbyte.attention import AttentionPlans, paged_attention
+from halfbyte.attention.recent.fill import fill_rings
 from halfbyte.kvcache import (
     KVRecipe,
     KVScales,
@@ -238,7 +239,7 @@ class PagedBatch:
         if self.recent is not None and pair is not None and step is not None:
             tables = self.block_tables[group]
             packed = LayerPages(pages, layout, tables, k_scale, v_scale, transform)
-            step.fill(pair, packed, window=sliding_window)
+            fill_rings(step, pair, packed, sliding_window)
             recent = RecentInputs(self.recent.tokens.tokens, *pair, step.entries, key, value)
         result = paged_attention(
             query,

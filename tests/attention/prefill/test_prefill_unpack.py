@@ -198,6 +198,7 @@ def test_unpack_kernel_compiles(dtype: str, head_size: int, segment: int, capabi
             "v": side_geometry(layout, "v"),
             "kv_heads": 8,
             "k_global_on_device": True,
+            "ring": 0,
             "v_global_on_device": True,
             "rotated": segment > 0,
             "segment": segment,

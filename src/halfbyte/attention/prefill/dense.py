@@ -29,6 +29,7 @@ from halfbyte.attention.base import (
 )
 from halfbyte.attention.paged.plan import Tiles, choose_row_tiles, gpu_of
 from halfbyte.attention.prefill.chunks import attend_chunks
+from halfbyte.attention.prefill.key_ranges import unknown_to_unpack
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_PARTS,
@@ -41,7 +42,6 @@ from halfbyte.attention.prefill.plan import (
     workspace_tokens,
 )
 from halfbyte.dispatch import Answer, current_compute_capability
-from halfbyte.kernels.formats import FORMATS
 
 
 def uses_cudnn(compute_capability: int, head_size: int) -> bool:
@@ -69,13 +69,9 @@ class DenseAttention(GpuAttention):
             return False, "unpacking the pages of these sequences does not pay off"
         if config.batch_invariant:
             return False, "rounds differently with the batch"
-        layout = config.layout
-        for size in (layout.head_size, layout.head_size_v):
-            if size % 16 or size > 256:
-                return False, f"head sizes up to 256 that 16 divides, not {size}"
         if config.query_dtype not in (torch.bfloat16, torch.float16):
             return False, f"query in bfloat16 or float16, not {config.query_dtype}"
-        reason = layout.unknown_format(FORMATS)
+        reason = unknown_to_unpack(config.layout)
         return reason is None, reason or cls.purpose
 
     @classmethod

@@ -11,6 +11,7 @@ from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.attention.prefill.unpack_kernel import unpack_kernel
 from halfbyte.kernels.formats.kv_tiles import page_stride_of, scale_factor, side_geometry
 from halfbyte.kernels.runtime.devices import current_device
+from halfbyte.kvcache.recent_step import LayerPages
 from halfbyte.kvcache.transform import MARK
 from halfbyte.layouts.formats import KV_FORMATS
 from halfbyte.numerics.hadamard import block_size, hadamard
@@ -62,7 +63,10 @@ def unpack(inputs: AttentionInputs, ranges: KeyRanges) -> tuple[torch.Tensor, to
 
 
 def unpack_into(
-    k_out: torch.Tensor, v_out: torch.Tensor, inputs: AttentionInputs, ranges: KeyRanges
+    k_out: torch.Tensor,
+    v_out: torch.Tensor,
+    inputs: AttentionInputs | LayerPages,
+    ranges: KeyRanges,
 ) -> None:
     """`unpack` to given workspaces.
 
@@ -128,6 +132,7 @@ def unpack_into(
             segment=0 if transform is None or tables is None else transform.segment,
             knows_first=first_keys is not None,
             mark=MARK,
+            ring=ranges.ring,
             num_tokens=tile.num_tokens,
             ptx=pages.is_cuda,
             num_warps=tile.num_warps,

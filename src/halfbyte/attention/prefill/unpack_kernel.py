@@ -126,7 +126,10 @@ def _unpack_side(
     tl.store(place, values.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_segments"])
+# Addresses of single numbers differ in alignment, which must not trigger recompilation.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_segments", "begins", "ends", "first_rows"],
+)
 def unpack_kernel(
     pages,
     tables,
@@ -162,6 +165,7 @@ def unpack_kernel(
     segment: tl.constexpr,
     knows_first: tl.constexpr,
     mark: tl.constexpr,
+    ring: tl.constexpr,
     num_tokens: tl.constexpr,
     ptx: tl.constexpr,
 ):
@@ -187,7 +191,8 @@ def unpack_kernel(
     tables += sequence.to(tl.int64) * table_stride
     page = tl.load(tables + tokens // k.block_size, mask=live, other=0).to(tl.int64)
     slots = tokens % k.block_size
-    rows = (tl.load(first_rows + sequence) + tokens - begin).to(tl.int64)
+    in_range = tokens % ring if ring > 0 else tokens - begin
+    rows = (tl.load(first_rows + sequence) + in_range).to(tl.int64)
     head = tl.program_id(2) % kv_heads
     has_constant = False
     constant = 0

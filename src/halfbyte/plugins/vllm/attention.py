@@ -13,6 +13,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from halfbyte.attention import paged_attention
+from halfbyte.attention.recent.fill import fill_rings
 from halfbyte.kvcache import KVScales, reshape_and_cache
 from halfbyte.kvcache.layer import LayerQuantization
 from halfbyte.kvcache.recent import RecentInputs
@@ -286,7 +287,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         packed = LayerPages(
             pages, layout, metadata.block_tables, self.k_scale, self.v_scale, self.transform
         )
-        step.fill(self.rings, packed, window=self.sliding_window)
+        fill_rings(step, self.rings, packed, self.sliding_window)
         own = key[: step.num_tokens], value[: step.num_tokens]
         return RecentInputs(self.recent_tokens, *self.rings, step.entries, *own)
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import fields
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import BloomConfig, BloomForCausalLM, DeepseekV2Config, Deepse
 
 import halfbyte
 from halfbyte.assets import heldout_texts
+from halfbyte.dispatch import is_installed
 from halfbyte.evaluation.perplexity import evaluate_perplexity, text_windows
 from halfbyte.kernels.runtime.inductor import OVERLAP
 from halfbyte.kvcache import KV_SCALES_FILE
@@ -150,11 +150,10 @@ def test_one_line_of_the_log_says_how_k_and_v_are_stored(tmp_path: Path) -> None
     ours = {"attention_backend": "CUSTOM", "kv_cache_dtype": "nvfp4"}
     lines = [line for line in output_of_engine(folder, **ours) if "halfbyte: " in line]
     source = halfbyte.models.find_kv_scales(folder, {}).source  # type: ignore[union-attr]
-    recent = ", last 64 tokens in 16 bits" if has_page_specs() else ""
     assert len(lines) == 1, lines
     assert " INFO " in lines[0]
-    expected = f"halfbyte: K and V nvfp4, recipe balanced{recent}, scales from {source}"
-    assert lines[0].endswith(expected)
+    recipe = "recipe balanced, last 64 tokens in 16 bits"
+    assert lines[0].endswith(f"halfbyte: K and V nvfp4, {recipe}, scales from {source}")
 
 
 @pytest.mark.slow
@@ -294,7 +293,7 @@ def test_no_option_of_vllm_s_counts_as_misspelled() -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     places = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
-    place = next(name for name in places if find_spec(name) is not None)
+    place = next(name for name in places if is_installed(name))
     parser = import_module(place).make_arg_parser(FlexibleArgumentParser())
     names = [name for action in parser._actions for name in action.option_strings]
     assert len(names) > 100
