@@ -41,6 +41,7 @@
 // which is fewer products. Without DUPLICATE they multiply A.
 
 #include "attention/decode/recent.cuh"
+#include "attention/decode/tables.cuh"
 
 // Computes only half of a sequence's last tile if the rest is empty. In other variants the branch costs
 // the other tiles more than it saves: head size 64 with eight columns took 5 % longer.
@@ -73,8 +74,8 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
   Bias bias(p, item, head, means, behind_ring + Q_BYTES);
   Sums sums;
 #if HAS_INITIAL
-  if (share.first == item.first_tile)
-    add_keys(RecentRows(p, item, keys, head, constant), words, sums);
+  const Rounds rounds(p, item, share, loader.header.span);
+  if (rounds.any()) add_keys(RecentRows(p, item, keys, head, constant), rounds, words, sums);
 #endif
   words.rotate();
   const Query query(p, item, words, behind_ring);
@@ -107,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
   const int warp = threadIdx.x / 32;
   const u32 ring =
       shared_address(shared) + warp * (STAGES * STAGE_BYTES + Q_BYTES + COEFFICIENT_BYTES + BIAS_BYTES);
+  prefetch_tables(p);
   wait_for_previous();  // for the plan, too
   allow_next();  // the merge kernel may launch now: it waits for the results
   const PlanHeader header = p.plan.header();
@@ -118,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
     // Loaded before the first tiles, because it would queue behind their bytes.
     QueryWords words(p, unit.item, head);
     MeanInputs means(p, unit.item, head, share_of(header, unit.item, number));
-    KeyInputs keys(p, unit.item, share_of(header, unit.item, number));
+    KeyInputs keys(p, unit.item, share_of(header, unit.item, number), header.span);
     Loader loader(p, header, unit, head, number, ring);
     u32 tile = ring;
     WorkItem item = unit.item;
@@ -130,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
       if (!next_item_in_unit(p, header, ++index, number, item)) break;
       words = QueryWords(p, item, head);
       means = MeanInputs(p, item, head, share_of(header, item, number));
-      keys = KeyInputs(p, item, share_of(header, item, number));
+      keys = KeyInputs(p, item, share_of(header, item, number), header.span);
     }
     asm volatile("cp.async.wait_all;");
     __syncwarp();

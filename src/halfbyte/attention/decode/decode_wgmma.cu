@@ -22,6 +22,7 @@
 #define P_SHIFT 11.0f
 #include "attention/decode/means_wgmma.cuh"
 #include "attention/decode/recent_wgmma.cuh"
+#include "attention/decode/tables.cuh"
 
 #define INITIAL_SHIFT 1e30f
 #define MAX_P 0x7800u  // 2^(P_SHIFT + 4) as fp16
@@ -215,7 +216,7 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
   const int length = item.length, queries = item.queries;
   const int columns = GROUP * queries;
   const u32 ring = ring_address();
-  const KeyInputs keys(p, item, share);  // not earlier: registers would not suffice
+  const KeyInputs keys(p, item, share, loader.header.span);  // not earlier: registers would not suffice
   const int constant_index = find_constant(p, item, keys, head, share.first);
 #if HAS_INITIAL
   const RecentRows rows(p, item, keys, head, constant_index);
@@ -458,6 +459,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p M
   make_barriers(ring + OFF_READY);
   RingReader reader(ring, ring + OFF_READY);
 #endif
+  prefetch_tables(p);
   wait_for_previous();  // see decode.cu
   allow_next();  // see decode.cu
   const PlanHeader header = p.plan.header();

@@ -1,5 +1,6 @@
 // Keys that are not in the pages: the recent tokens, in 16 bits, and a first token that the page marks as a constant
-// of the model. The unit with a work item's first tile starts its sums with them (recent.cuh, recent_wgmma.cuh).
+// of the model. The unit with a work item's first tile starts its sums with them (recent.cuh, recent_wgmma.cuh); short
+// units share the recent tokens with the unit that has the last tile.
 //
 // Macros:
 //   RECENT       recent tokens, read in 16 bits; 0 for none
@@ -10,6 +11,7 @@
 #include "attention/decode/values.cuh"
 
 #define HAS_INITIAL (RECENT || KNOWS_FIRST)
+#define SHORT_SPAN 8  // tiles
 
 #if defined(Q_BF16)
 #define OF_BF16 true
@@ -25,15 +27,32 @@ __device__ __forceinline__ bool sees_first(const Params& p, const WorkItem& item
 }
 #endif
 
+// Which of the recent tokens' rounds a unit takes: the first one of a work item takes all; short ones would wait for it,
+// so the last one takes the odd rounds. (Long ones of a bandwidth-bound step catch up: there the split took 1 to 2 %
+// longer.) Batch-invariant rows must not depend on how many units their sequence has.
+struct Rounds {
+  bool even, odd;
+
+  __device__ __forceinline__ Rounds(const Params& p, const WorkItem& item, Share share, int span) {
+    even = odd = share.first == item.first_tile;
+#if SPLIT_ROUNDS && RECENT
+    if (span <= SHORT_SPAN && p.recipe.align == 1) odd = share.stop == item.first_tile + item.num_tiles;
+#endif
+  }
+  __device__ __forceinline__ bool any() const { return even || odd; }
+};
+
 // What the addresses of these keys depend on, loaded early to hide its latency.
 struct KeyInputs {
   u32 page;           // of position 0
   int entry, length;  // of the sequence in the rings; with the recent tokens
 
-  __device__ __forceinline__ KeyInputs(const Params& p, const WorkItem& item, Share share) : page(0), entry(0), length(0) {
-    if (share.first != item.first_tile) return;
+  __device__ __forceinline__ KeyInputs(const Params& p, const WorkItem& item, Share share, int span)
+      : page(0), entry(0), length(0) {
+    const Rounds rounds(p, item, share, span);
+    if (!rounds.any()) return;
 #if KNOWS_FIRST
-    if (item.length > 0) page = p.block_tables[(u64)item.seq * p.max_pages];
+    if (rounds.even && item.length > 0) page = p.block_tables[(u64)item.seq * p.max_pages];
 #endif
 #if RECENT
     entry = p.recipe.entries[item.seq], length = p.recipe.seq_lens[item.seq];

@@ -39,7 +39,7 @@ struct Params {
   const float* v_scale;
   u64 query_stride_token, query_stride_head;  // elements
   u32 page_stride;                            // bytes
-  int max_pages;
+  int max_pages, num_seqs;
   float softmax_scale, softcap;
   int window;
   Output output;  // for work items covered by a single unit

@@ -4,6 +4,7 @@
 // in the order that Query and Sums have for pages.
 
 #pragma once
+#define SPLIT_ROUNDS 1
 #include "attention/decode/keys.cuh"
 #include "attention/decode/softmax.cuh"
 
@@ -73,11 +74,24 @@ struct ValueWords {
   }
 };
 
-// Adds the recent tokens to empty sums.
-__device__ __forceinline__ void add_recent(const RecentRows& rows, const QueryWords& words, Sums& sums) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+// Prefetches a row of a round: those of K, then those of V.
+__device__ __forceinline__ void prefetch_row(const RecentRows& rows, int start, int i) {
+  const u16* row = i < ROUND ? rows.key(start + i) : rows.value(start + i - ROUND);
+  const int size = i < ROUND ? HEAD_SIZE : HEAD_SIZE_V;
 #pragma unroll 1
-  for (int start = rows.first_round(); start < rows.stop; start += ROUND) {
+  for (int at = 0; at < size; at += 64) prefetch_l2(row + at);
+}
+
+// Adds the recent tokens of some rounds to empty sums.
+__device__ __forceinline__ void add_recent(const RecentRows& rows, Rounds rounds, const QueryWords& words,
+                                           Sums& sums) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  const int step = rounds.even && rounds.odd ? ROUND : 2 * ROUND;
+#pragma unroll 1
+  for (int start = rows.first_round() + (rounds.even ? 0 : ROUND); start < rows.stop; start += step) {
+    if (start + step < rows.stop)
+#pragma unroll 1
+      for (int i = lane; i < 2 * ROUND; i += 32) prefetch_row(rows, start + step, i);
     u32 k[ROUND_GROUPS][2][STEPS_K][2];
     ValueWords v[ROUND_GROUPS];
 #pragma unroll
@@ -167,8 +181,8 @@ __device__ __forceinline__ void add_constant(const RecentRows& rows, const Query
 }
 
 // Adds these keys to empty sums.
-__device__ __forceinline__ void add_keys(const RecentRows& rows, const QueryWords& words, Sums& sums) {
-  if (RECENT) add_recent(rows, words, sums);
+__device__ __forceinline__ void add_keys(const RecentRows& rows, Rounds rounds, const QueryWords& words, Sums& sums) {
+  if (RECENT) add_recent(rows, rounds, words, sums);
   if (rows.constant >= 0) add_constant(rows, words, sums);
   // The sums are in units of the stored V.
   const float unit = 1.0f / ((V_KIND < 16 ? *rows.p.v_scale : 1.0f) * Operands<V_KIND>::UNIT);

@@ -83,3 +83,15 @@ __device__ __forceinline__ void allow_next() {
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+
+// Asks for a line of 128 bytes in L2. Unlike a load it may stand before wait_for_previous, whatever the previous kernel
+// writes: L2 has the written bytes.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// The same for a table, one line per thread of the grid; lines beyond are left out.
+__device__ __forceinline__ void prefetch_table(const void* table, u32 bytes) {
+  const u32 at = (blockIdx.x * blockDim.x + threadIdx.x) * 128;
+  if (at < bytes) prefetch_l2((const u8*)table + at);
+}

@@ -103,6 +103,24 @@ __device__ __forceinline__ u32 segment_of(const Params& p, i64 position) {
 #endif
 }
 
+// Prefetches what the block of a thread depends on, before wait_for_previous: a position may be outdated, which only
+// makes the prefetch useless. (Volatile, so that L1 does not keep it.)
+__device__ __forceinline__ void prefetch_key_block(const Params& p, u32 part, u32 head, u32 token) {
+  const u32 of_head = head * HEAD_SIZE + part * BLOCK;
+#if K_WEIGHTED
+  prefetch_l2(p.k_weights + of_head);
+#endif
+#if SEGMENT
+  prefetch_l2(p.mean + of_head);
+  prefetch_l2(p.partner_mean + of_head);
+  if (token >= p.num_slots) return;
+  prefetch_l2(p.slots + token * p.slot_stride);
+  const u64 of_segment = (u64)segment_of(p, *(const volatile i64*)(p.positions + token)) * HEAD_SIZE + part * BLOCK;
+  prefetch_l2(p.cos + of_segment);
+  prefetch_l2(p.sin + of_segment);
+#endif
+}
+
 // The mean of a block's channels in the segment of the last token that was loaded.
 struct Mean {
 #if SEGMENT

@@ -26,10 +26,20 @@
 
 #define THREADS (32 * WARPS)
 
+// A thread's block of K: which of a head's, and the first of its tokens.
+struct KeyBlock {
+  u32 part, head, token;
+
+  __device__ __forceinline__ explicit KeyBlock(const Params& p) {
+    const u32 number = blockIdx.x * THREADS + threadIdx.x;
+    part = number % PARTS, head = number / PARTS % KV_HEADS, token = number / (PARTS * KV_HEADS) * p.tokens;
+  }
+};
+
 // Blocks of K of `p.tokens` tokens, without error feedback. `position` and `place` are the first one's.
 template <bool EASY>
-__device__ __forceinline__ void store_key_blocks(const Params& p, u32 part, u32 head, u32 begin, i64 position,
-                                                 Place place, float g) {
+__device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, i64 position, Place place, float g) {
+  const u32 part = block.part, head = block.head, begin = block.token;
 #if K_WEIGHTED
   const Weights weights(p.k_weights + head * HEAD_SIZE + part * BLOCK);
 #endif
@@ -60,16 +70,14 @@ __device__ __forceinline__ void store_keys(const Params& p, unsigned char* memor
 #else
   const float g = p.k_scale ? *p.k_scale : p.k_scale_number;
 #if BY == BY_BLOCK
-  const u32 number = blockIdx.x * THREADS + threadIdx.x;
-  const u32 part = number % PARTS, head = number / PARTS % KV_HEADS;
-  const u32 begin = number / (PARTS * KV_HEADS) * p.tokens;
+  const KeyBlock block(p);
   // Loaded together with g.
-  const i64 position = position_of(p, begin);
-  const Place place = Place::of(p, begin);
+  const i64 position = position_of(p, block.token);
+  const Place place = Place::of(p, block.token);
   if (is_easy(g))
-    store_key_blocks<true>(p, part, head, begin, position, place, g);
+    store_key_blocks<true>(p, block, position, place, g);
   else
-    store_key_blocks<false>(p, part, head, begin, position, place, g);
+    store_key_blocks<false>(p, block, position, place, g);
 #else
   const u32 warp = threadIdx.x / 32, number = blockIdx.x * WARPS + warp;
   float* tile = (float*)memory + warp * TILE_FLOATS;
@@ -83,6 +91,20 @@ __device__ __forceinline__ void store_keys(const Params& p, unsigned char* memor
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) store(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char memory[];
+#if FEW && BY == BY_BLOCK
+  if (blockIdx.x < p.k_ctas) {
+    const KeyBlock block(p);
+    prefetch_key_block(p, block.part, block.head, block.token);
+  }
+#if V_WEIGHTED
+  prefetch_table(p.v_weights, KV_HEADS * HEAD_SIZE_V * 4);
+#endif
+#if RING
+  prefetch_table(p.ring_rows, p.num_kept * 8);
+  prefetch_table(p.ring_owners, p.num_kept * 8);
+  prefetch_table(p.ring_slots, p.num_kept * 8);
+#endif
+#endif
   wait_for_previous();
   allow_next();
   if (blockIdx.x < p.k_ctas)

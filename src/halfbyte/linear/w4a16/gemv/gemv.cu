@@ -52,8 +52,8 @@ __device__ __forceinline__ void fetch_vectors(const Params& p, const Place& plac
 #pragma unroll 1
   for (int i = threadIdx.x & 31; i < place.units; i += 32) {
     const int row = (place.first_unit + i) * 32;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
-    if (p.bias && row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.bias + row));
+    prefetch_l2(p.row_scale + row);
+    if (p.bias && row < p.n) prefetch_l2(p.bias + row);
   }
 #endif
 }
