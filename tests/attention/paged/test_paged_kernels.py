@@ -7,8 +7,8 @@ import torch
 
 from attention.cases import config
 from halfbyte.attention.paged.plan import (
-    AttendPlan,
     Gpu,
+    PagedPlan,
     choose_tiles,
     make_plan,
     operand_dtype,
@@ -20,7 +20,7 @@ H200 = Gpu(capability=90, num_sms=132)
 NVFP4 = PageLayout("nvfp4", "nvfp4", 128, None, 8, 16)
 
 
-def plan_of(num_tokens: int, num_seqs: int, max_length: int, **changes: Any) -> AttendPlan:
+def plan_of(num_tokens: int, num_seqs: int, max_length: int, **changes: Any) -> PagedPlan:
     gpu = changes.pop("gpu", H200)
     return make_plan(config(num_tokens=num_tokens, num_seqs=num_seqs, **changes), max_length, gpu)
 

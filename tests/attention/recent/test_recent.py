@@ -23,7 +23,7 @@ from triton_interpreter import interpreted
 
 def attend_packed(inputs: AttentionInputs) -> None:
     """The Triton backend, in the interpreter."""
-    interpreted("halfbyte.attention.paged.launcher").attend(inputs)
+    interpreted("halfbyte.attention.paged.launcher").run(inputs)
 
 
 # A tile of 16 rows has three tokens of five heads, and one padding row.

@@ -71,7 +71,7 @@ class _MergeParams(ctypes.Structure):
 
 
 class CudaAttention(GpuAttention):
-    """`decode`; compiled at first use with NVRTC."""
+    """`run`; compiled at first use with NVRTC."""
 
     name: ClassVar[str] = "cuda"
     module: ClassVar[str] = "cuda.bindings"
@@ -109,7 +109,7 @@ class CudaAttention(GpuAttention):
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`."""
         if inputs.query.shape[0]:
-            decode(inputs)
+            run(inputs)
 
 
 def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -118,7 +118,7 @@ def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tenso
     return torch.full((), scale, dtype=torch.float32, device=device)
 
 
-def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
+def run(inputs: AttentionInputs, plan: Plan | None = None) -> None:
     """Fill `inputs.out`, and `inputs.lse` where it is not None. Does not sync the GPU.
 
     Args:

@@ -13,8 +13,8 @@ import torch
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.paged.kernels import attend_kernel, merge_kernel
 from halfbyte.attention.paged.plan import (
-    AttendPlan,
     Gpu,
+    PagedPlan,
     Tiles,
     exponent_factors,
     gpu_of,
@@ -38,7 +38,7 @@ _MAX_BIAS_BYTES = 2**28
 """Max bytes of biases (`q . mean` of segments) per launch."""
 
 
-def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
+def run(inputs: AttentionInputs, plan: PagedPlan | None = None) -> None:
     """Fill `inputs.out`, and `inputs.lse` where it is not None. Does not sync the GPU.
 
     Args:
@@ -66,7 +66,7 @@ def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
 class _Launch:
     """What the launches of a call share."""
 
-    def __init__(self, inputs: AttentionInputs, plan: AttendPlan, gpu: Gpu) -> None:
+    def __init__(self, inputs: AttentionInputs, plan: PagedPlan, gpu: Gpu) -> None:
         query, layout, tables = inputs.query, inputs.layout, inputs.block_tables
         self.inputs, self.plan = inputs, plan
         self.page_stride = page_stride_of(inputs.pages, layout)

@@ -81,19 +81,22 @@ class DenseAttention(GpuAttention):
     @classmethod
     def split_off(cls, inputs: AttentionInputs) -> Sequence[SubBatch]:
         """See `AttentionBackend.split_off`. The first call of a step reads the lengths back."""
-        return _plan(inputs, _tiles(inputs)).split_off
+        return plan_of(inputs).split_off
 
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
-        tiles = _tiles(inputs)
-        plan = _plan(inputs, tiles)
-        if plan.empty is not None:
-            _fill_empty(inputs, plan.empty)
-        for long in plan.long:
-            _attend_long(inputs, long)
-        for chunks in plan.chunks:
-            attend_chunks(inputs, chunks, tiles)
+        run(inputs, plan_of(inputs))
+
+
+def run(inputs: AttentionInputs, plan: DensePlan) -> None:
+    """Fill `inputs.out`, and `inputs.lse` where it is not None, without `plan.split_off`."""
+    if plan.empty is not None:
+        _fill_empty(inputs, plan.empty)
+    for long in plan.long:
+        _attend_long(inputs, long)
+    for chunks in plan.chunks:
+        attend_chunks(inputs, chunks, _tiles(inputs))
 
 
 def _tiles(inputs: AttentionInputs) -> Tiles:
@@ -116,9 +119,10 @@ class _PlanKey(NamedTuple):
     device: torch.device
 
 
-def _plan(inputs: AttentionInputs, tiles: Tiles) -> DensePlan:
+def plan_of(inputs: AttentionInputs) -> DensePlan:
+    """`make_plan`, cached for all layers that share `inputs.plans`."""
     layout = inputs.layout
-    tokens_per_tile = tiles.tokens(inputs.query.shape[1] // layout.num_kv_heads)
+    tokens_per_tile = _tiles(inputs).tokens(inputs.query.shape[1] // layout.num_kv_heads)
     key = _PlanKey(
         workspace_tokens(inputs),
         queries_at_once(inputs),
