@@ -1,11 +1,20 @@
 """Chooses backends: one per batch, or per part of a batch that mixes prompts and decode steps.
 
-A backend is selected for the whole batch first, and then asked which sequences it leaves out
-(`AttentionBackend.split_off`). Splitting first would take lengths, which are on the GPU: reading
-them back syncs the host, and cannot be captured in a CUDA graph. Selection only takes what the host
-knows (`AttentionConfig`), so that only batches that run on `dense`, which reads lengths back for
-its plan anyway, are split. What `dense` leaves out is marked (`split_off`): it depends on lengths
-and on the size of its workspace, so that selection without the mark would find `dense` again.
+Three steps: select a backend for the whole batch, let it say which sequences it leaves out
+(`AttentionBackend.split_off`), select a backend for each of these parts.
+
+Why the batch is not split before the first selection:
+
+- A split takes lengths, which are on the GPU. Reading them back syncs the host, and a CUDA graph
+  cannot capture it. Selection takes only what the host knows (`AttentionConfig`), so that only
+  batches for `dense`, which reads lengths back for its plan anyway, pay for it.
+- A backend that was named, or that must run every batch for batch invariance, takes the whole
+  batch: only the choice says whether there is anything to split.
+- What to leave out depends on the chosen backend: for `dense` on its workspace and on the time to
+  unpack a sequence's pages. The parts are therefore marked (`split_off`), so that their selection
+  does not find `dense` again.
+
+The first selection is cached for all layers of a step.
 """
 
 from functools import partial
