@@ -28,15 +28,15 @@ def run(inputs: AttentionInputs, backend: str | None = None) -> None:
     """Run validated work on the named backend, or on the best one."""
     chosen = _select(inputs, backend)
     if inputs.recent is None or chosen.takes_recent:
-        attend(chosen, inputs)
+        run_on(chosen, inputs)
         return
     # Here, because the import needs Triton.
-    from halfbyte.attention.recent.launcher import attend_with_recent
+    from halfbyte.attention.recent.launcher import run_with_recent
 
-    attend_with_recent(inputs, partial(attend, chosen))
+    run_with_recent(inputs, partial(run_on, chosen))
 
 
-def attend(backend: type[AttentionBackend], inputs: AttentionInputs) -> None:
+def run_on(backend: type[AttentionBackend], inputs: AttentionInputs) -> None:
     """Run a backend; sequences that it splits off run on the backends that are best for them."""
     for part in backend.split_off(inputs):
         batch = part.inputs_of(inputs)

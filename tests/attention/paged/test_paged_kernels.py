@@ -86,11 +86,11 @@ def test_operands_hold_what_the_cache_holds() -> None:
     ],
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else None,
 )
-def test_attend_kernel_compiles(
+def test_attention_kernel_compiles(
     shape: tuple[str, str, int], rows: int, options: dict[str, bool], capability: int
 ) -> None:
     pytest.importorskip("triton")
-    from halfbyte.attention.paged.kernels import attend_kernel
+    from halfbyte.attention.paged.kernels import attention_kernel
     from halfbyte.attention.paged.launcher import kernel_constants
     from triton_compiler import SHARED_BYTES, compile_kernel
 
@@ -101,7 +101,7 @@ def test_attend_kernel_compiles(
     pointers = ["k_global", "v_global", "sinks", "lse", "partial_out", "partial_stats"]
     pointers += ["bias", "first_scores"]
     usage = compile_kernel(
-        attend_kernel,
+        attention_kernel,
         {
             **dict.fromkeys(("query", "out", "first_values"), "*bf16"),
             **dict.fromkeys(("tables", "starts", "lengths", "first_indices"), "*i32"),

@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
 from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, plan_of, slice_ctas
-from halfbyte.attention.decode.recipe import Recipe, RecipeVariant, bind_recipe
+from halfbyte.attention.decode.recipe import RecipeParams, RecipeVariant, bind_recipe
 from halfbyte.attention.decode.variant import (
     WARPS,
     Variant,
@@ -54,7 +54,7 @@ class _Params(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int),
         ("output", _Output),
-        ("recipe", Recipe),
+        ("recipe", RecipeParams),
     )
 
 

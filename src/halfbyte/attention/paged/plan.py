@@ -161,7 +161,7 @@ def choose_tiles(
 def choose_row_tiles(
     head_size: int, head_size_v: int, sliding_window: int | None, gpu: Gpu
 ) -> Tiles:
-    """Tile sizes for unpacked rows (`attend_rows`) of head sizes up to 256.
+    """Tile sizes for unpacked rows (`run_rows`) of head sizes up to 256.
 
     Measured on an H200; elsewhere chosen as in `choose_tiles`.
     """

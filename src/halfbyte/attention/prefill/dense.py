@@ -28,7 +28,7 @@ from halfbyte.attention.base import (
     SubBatch,
 )
 from halfbyte.attention.paged.plan import Tiles, choose_row_tiles, gpu_of
-from halfbyte.attention.prefill.chunks import attend_chunks
+from halfbyte.attention.prefill.chunks import run_chunks
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_PARTS,
@@ -94,9 +94,9 @@ def run(inputs: AttentionInputs, plan: DensePlan) -> None:
     if plan.empty is not None:
         _fill_empty(inputs, plan.empty)
     for long in plan.long:
-        _attend_long(inputs, long)
+        _run_long(inputs, long)
     for chunks in plan.chunks:
-        attend_chunks(inputs, chunks, _tiles(inputs))
+        run_chunks(inputs, chunks, _tiles(inputs))
 
 
 def _tiles(inputs: AttentionInputs) -> Tiles:
@@ -148,7 +148,7 @@ def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:
         inputs.lse[rows] = inputs.sinks.float()
 
 
-def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
+def _run_long(inputs: AttentionInputs, long: LongSequences) -> None:
     from halfbyte.attention.prefill.combine import combine, join
 
     queries, last = long.queries, long.last
@@ -156,14 +156,14 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
     if long.cached:
         query = _padded_rows(inputs.query, long.query_begin, rounded_up(queries))[None]
         for block in long.cached:
-            out, logs = _attend_block(inputs, block, query, causal=False)
+            out, logs = _run_block(inputs, block, query, causal=False)
             parts.append((out[0, :queries], logs[0, :, :queries]))
             if len(parts) == MAX_PARTS:
                 parts = [join(parts)]
     before = last.end - last.begin - queries
     query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)
     query = query.unflatten(0, (-1, last.size))
-    out, logs = _attend_block(inputs, last, query, causal=True)
+    out, logs = _run_block(inputs, last, query, causal=True)
     exact = last.size == queries and long.count * queries == inputs.query.shape[0]
     if exact and not parts and inputs.sinks is None and inputs.lse is None:
         inputs.set_output(out.flatten(0, 1))
@@ -179,7 +179,7 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
         )
 
 
-def _attend_block(
+def _run_block(
     inputs: AttentionInputs, block: Block, query: torch.Tensor, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key, value = _unpack(inputs, block)
