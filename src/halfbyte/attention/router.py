@@ -8,8 +8,8 @@ Why the batch is not split before the first selection:
 - A split takes lengths, which are on the GPU. Reading them back syncs the host, and a CUDA graph
   cannot capture it. Selection takes only what the host knows (`AttentionConfig`), so that only
   batches for `dense`, which reads lengths back for its plan anyway, pay for it.
-- A backend that was named, or that must run every batch for batch invariance, takes the whole
-  batch: only the choice says whether there is anything to split.
+- Every backend but `dense` takes the whole batch, also if it was named, or chosen for batch
+  invariance: only the choice says whether there is anything to split.
 - What to leave out depends on the chosen backend: for `dense` on its workspace and on the time to
   unpack a sequence's pages. The parts are therefore marked (`split_off`), so that their selection
   does not find `dense` again.
