@@ -21,6 +21,7 @@ EXPERTS = {
 """Steps of models with experts, by the name of their table."""
 ONLINE = RESULTS / "vllm_online.json"
 RECIPES = RESULTS / "recipe_speed.json"
+PROFILE = RESULTS / "vllm_profile.json"
 PICTURE = REPOSITORY / "docs" / "vllm_step.svg"
 ONLINE_PICTURE = REPOSITORY / "docs" / "vllm_online.svg"
 PAGE = REPOSITORY / "docs" / "numbers" / "vllm.md"
@@ -89,6 +90,31 @@ def recipes_table(report: dict[str, Any]) -> str:
         ]
         cells += [""] * (len(names) - len(cells))
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+_KERNELS = {
+    "decode": "attention: decode, with the merge that overlaps it",
+    "linear_": "the four linear layers of every block",
+    "nvjet_": "head (bfloat16, cuBLAS)",
+    "triton_": "norms, activation, rotary embedding (Inductor's kernels)",
+    "store": "storing K and V",
+    "": "sampler, plan, inputs",
+}
+"""Rows of `profile_table`, by how the names of their kernels begin."""
+
+
+def profile_table(report: dict[str, Any]) -> str:
+    """Microseconds of a step by kind of kernel, and between kernels, in Markdown."""
+    times = dict.fromkeys(_KERNELS.values(), 0.0)
+    for kernel in report["profile"]["kernels"]:
+        # Merge waits inside its launch until decode has ended: its time is decode's.
+        if not kernel["name"].startswith("merge_"):
+            row = next(row for begin, row in _KERNELS.items() if kernel["name"].startswith(begin))
+            times[row] += kernel["us"]
+    times["gaps between kernels"] = report["profile"]["idle"]
+    rows = sorted(times.items(), key=lambda row: -row[1])
+    lines = ["| | µs |", "|---|---:|", *(f"| {row} | {us:,.0f} |" for row, us in rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -170,6 +196,7 @@ def main() -> None:
         put_table(PAGE, name, table(json.loads(file.read_text())))
     recipes = json.loads(RECIPES.read_text())
     put_table(RECIPES_PAGE, "recipe-speed", recipes_table(recipes))
+    put_table(PAGE, "vllm-profile", profile_table(json.loads(PROFILE.read_text())))
     draw(report, PICTURE)
     online = json.loads(ONLINE.read_text())
     put_table(PAGE, "vllm-online", online_table(online))

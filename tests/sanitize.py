@@ -217,7 +217,7 @@ def packed_on_gpu(n: int, k: int) -> tuple[Any, torch.Tensor, torch.Tensor, torc
 
 def cuts() -> None:
     """Tiles of `gemm_sm90/gemm.cu`, whole and cut, with more steps than its ring has places."""
-    from halfbyte.linear.w4a16.gemm_sm90.launcher import linear_gemm
+    from halfbyte.linear.w4a16.gemm_sm90.launcher import run
     from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan
 
     if torch.cuda.get_device_capability() != (9, 0):
@@ -231,7 +231,7 @@ def cuts() -> None:
         for clusters, cut in ((tiles, 0), (tiles + 1, tiles), (3 * tiles, tiles)):
             print("cuts", tile, clusters, cut, flush=True)
             plan = GemmPlan(tile, tiles, clusters, cut)
-            out = linear_gemm(x.cuda(), weight, scale, rows, bias.cuda(), n, plan)
+            out = run(x.cuda(), weight, scale, rows, bias.cuda(), n, plan)
             error = (out.cpu().double() - exact).abs().max()
             assert error <= 0.01 * exact.abs().max()
 

@@ -34,7 +34,7 @@ def test_parts_of_a_mixed_batch_are_selected_by_their_own_size(
     monkeypatch.setattr(ATTENTION_BACKENDS, "_loaded", {"mine": Mine})
     inputs = inputs_of(case, "cpu", torch.empty(case.query.shape[:2]))
     for _ in range(2):
-        router.attend(DenseAttention, inputs)
+        router.run_on(DenseAttention, inputs)
         assert_close_to_exact(inputs.out, case)
     # The sequences of 1, 3 and 0 new tokens; chosen once for calls that share plans.
     parts = [(config.num_tokens, config.num_seqs, config.split_off) for config in Mine.seen]
@@ -49,5 +49,5 @@ def test_a_batch_of_decode_steps_alone_is_not_copied(monkeypatch: pytest.MonkeyP
     batch = part.inputs_of(inputs)
     assert batch.query is inputs.query
     assert batch.block_tables is inputs.block_tables
-    router.attend(DenseAttention, inputs)
+    router.run_on(DenseAttention, inputs)
     assert_close_to_exact(inputs.out, case)

@@ -37,6 +37,15 @@ def test_tables_of_the_docs_show_the_committed_runs() -> None:
         assert table_in(tables.NUMBERS / page, name) == make()
 
 
+def test_numbers_have_no_table_written_by_hand() -> None:
+    pages = list((REPOSITORY / "docs" / "numbers").glob("*.md"))
+    assert len(pages) >= 5
+    for page in pages:
+        generated = re.compile(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", re.DOTALL)
+        by_hand = [x for x in generated.sub("", page.read_text()).splitlines() if x[:1] == "|"]
+        assert by_hand == [], page.name
+
+
 def test_a_table_is_put_in_its_one_place(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     text = "a\n<!-- x -->\nold\n<!-- /x -->\nb\n<!-- xx -->\n<!-- /xx -->\n"
@@ -103,6 +112,8 @@ def test_docs_show_the_committed_runs_inside_vllm() -> None:
     for row in results.values():
         for case in figures.cases_of(report):
             assert case not in row or f">{row[case]['step_ms']:.1f}<" in svg
+    profile = json.loads(figures.PROFILE.read_text())
+    assert table_in(figures.PAGE, "vllm-profile") == figures.profile_table(profile)
     online = json.loads(figures.ONLINE.read_text())
     assert table_in(figures.PAGE, "vllm-online") == figures.online_table(online)
     svg = figures.ONLINE_PICTURE.read_text()

@@ -20,7 +20,7 @@ from halfbyte.kernels import formats as triton_formats
 from halfbyte.kernels.cpu import library
 from halfbyte.kernels.formats.kv_tiles import operand_shift, side_geometry
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
-from halfbyte.kvcache.store.cuda import backend, launcher
+from halfbyte.kvcache.store.cuda import store
 from halfbyte.kvcache.store.triton_rows import side_of
 from halfbyte.layouts import KVCacheDType, PageLayout, kv_declarations
 from halfbyte.layouts.formats import KV_FORMATS, KVFormat
@@ -114,14 +114,14 @@ def test_ids_of_the_cpu_kernels_are_those_of_the_enum() -> None:
 
 def test_ids_of_cuda_kernels() -> None:
     assert {name.value: kind for name, kind in variant._KINDS.items()} == CUDA_KINDS
-    assert {name.value: kind for name, kind in launcher._V_KINDS.items()} == {
+    assert {name.value: kind for name, kind in store._V_KINDS.items()} == {
         "fp8_e4m3": 8,
         "fp8_e5m2": 9,
         "nvfp4": 4,
         "nvfp4_4over6": 6,
     }
-    assert backend._K_FORMATS == ("nvfp4", "nvfp4_4over6")
-    assert backend._FORMATS == ("nvfp4", "nvfp4_4over6", "fp8_e4m3", "fp8_e5m2")
+    assert store._K_FORMATS == ("nvfp4", "nvfp4_4over6")
+    assert store._FORMATS == ("nvfp4", "nvfp4_4over6", "fp8_e4m3", "fp8_e5m2")
 
 
 def test_formats_share_an_id_only_where_they_share_a_decoder() -> None:

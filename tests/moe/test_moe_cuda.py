@@ -15,8 +15,8 @@ from halfbyte.moe.cuda.plan import (
     MAX_MEAN,
     Work,
     is_small,
+    make_plan,
     max_entries,
-    product_plan,
     usual_plans,
 )
 from linear.machines import H200, RTX_3090
@@ -38,7 +38,7 @@ def test_plans_fit_a_gpu(name: str, machine: Machine) -> None:
     for work in works:
         assert work.items % work.split == 0  # no warp waits for another
         for m in (1, 2, 4, 16, 64):
-            plan = product_plan(work, m, top_k, machine)
+            plan = make_plan(work, m, top_k, machine)
             assert plan in usual_plans(work, machine)
             assert plan.split == work.split
             taken = plan.shared_bytes(work, m * top_k) + 1024
@@ -52,13 +52,13 @@ def test_copies_in_flight_cover_the_latency(name: str) -> None:
     works, top_k = LAYERS[name]
     for work in works:
         for m in (1, 4, 16, 64):
-            plan = product_plan(work, m, top_k, H200)
+            plan = make_plan(work, m, top_k, H200)
             assert plan.ctas * plan.split * plan.groups * plan.stages * work.item_bytes >= 2**16
 
 
 def test_a_row_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match="K = 524288 is too large"):
-        product_plan(Work(64, 2**19, 4, "nvfp4", False), 1, 1, H200)
+        make_plan(Work(64, 2**19, 4, "nvfp4", False), 1, 1, H200)
 
 
 def test_max_entries_is_reached() -> None:
@@ -122,7 +122,7 @@ def test_compiles_without_spills(
     work: Work, mean: int, dtype: torch.dtype, architecture: str
 ) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    plan = product_plan(work, 16, mean * work.num_experts // 16, H200)
+    plan = make_plan(work, 16, mean * work.num_experts // 16, H200)
     macros: dict[str, int | None] = dict((*launcher.dtype_macros(dtype), *plan.macros(work)))
     cubin = compiled("moe/cuda/experts.cu", macros, architecture)
     assert stack_bytes(cubin) == 0

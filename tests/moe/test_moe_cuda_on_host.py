@@ -42,7 +42,7 @@ def run(
     """Run the launcher; memory after all tensors is unmapped."""
     matrices = moved_matrices(experts.gate_up), moved_matrices(experts.down)
     with on_host():
-        return launcher.moe_cuda(
+        return launcher.run(
             moved(hidden), *matrices, experts.activation, moved(ids), moved(weights)
         )
 

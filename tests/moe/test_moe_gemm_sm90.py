@@ -17,9 +17,9 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
     WIDTHS,
     GemmPlan,
     choose_tokens,
+    make_plan,
     max_rows,
     max_tiles,
-    plan_of,
     row_pairs,
 )
 from halfbyte.moe.cuda.plan import MAX_EXPERTS, Work
@@ -37,7 +37,7 @@ def test_plans_fit_a_gpu(name: str) -> None:
     works, _ = LAYERS[name]
     for tokens in TOKENS:
         for work in works:
-            plan = plan_of(work, tokens, BLOCK_BYTES)
+            plan = make_plan(work, tokens, BLOCK_BYTES)
             assert plan is not None
             assert plan.tokens == tokens
             assert plan.ctas * (plan.shared_bytes(work) + 1024) <= BLOCK_BYTES + 1024
@@ -49,18 +49,18 @@ def test_plans_fit_a_gpu(name: str) -> None:
 def test_stages_in_flight_cover_the_latency() -> None:
     """Where weights are read once: 32 KiB of them per SM."""
     for work in (*QWEN, *GPT):
-        plan = plan_of(work, 64, BLOCK_BYTES)
+        plan = make_plan(work, 64, BLOCK_BYTES)
         assert plan is not None
         assert plan.ctas * plan.stages * 128 * 32 >= 2**15
         assert plan.scale_slots == 2
 
 
 def test_large_sizes_leave_less_room() -> None:
-    assert plan_of(MIXTRAL[1], 64, BLOCK_BYTES) == GemmPlan(64, 8, 1)
-    assert plan_of(MIXTRAL[1], 256, BLOCK_BYTES) is None
+    assert make_plan(MIXTRAL[1], 64, BLOCK_BYTES) == GemmPlan(64, 8, 1)
+    assert make_plan(MIXTRAL[1], 256, BLOCK_BYTES) is None
     tokens = choose_tokens(MIXTRAL, 2**16, BLOCK_BYTES, NUM_SMS)
     assert tokens is not None
-    assert all(plan_of(work, tokens, BLOCK_BYTES) for work in MIXTRAL)
+    assert all(make_plan(work, tokens, BLOCK_BYTES) for work in MIXTRAL)
     huge = Work(2**17, 64, 8, "nvfp4", True), Work(64, 2**16, 8, "nvfp4", False)
     assert choose_tokens(huge, 2**16, BLOCK_BYTES, NUM_SMS) is None
 
@@ -151,7 +151,7 @@ def test_compiles_without_spills(
     work: Work, tokens: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    plan = plan_of(work, tokens, BLOCK_BYTES)
+    plan = make_plan(work, tokens, BLOCK_BYTES)
     assert plan is not None
     macros = dict((("X_BF16", int(dtype == torch.bfloat16)), *plan.macros(work)))
     cubin = compiled("moe/cuda/gemm_sm90/gemm.cu", {**macros}, "sm_90a")

@@ -7,7 +7,7 @@ import torch
 
 from halfbyte.moe import GPT_OSS, SWIGLU, PackedExperts
 from halfbyte.moe.as_loaded import matrices_of, to_tensors
-from halfbyte.moe.cuda.gemm_sm90.launcher import moe_gemm
+from halfbyte.moe.cuda.gemm_sm90.launcher import run
 from halfbyte.moe.cuda.gemm_sm90.plan import TOKENS
 from moe.cases import LIMITED, assert_close_enough, random_experts, random_hidden, random_routing
 from moe.test_moe_triton import on_gpu
@@ -29,7 +29,7 @@ def product(
 ) -> torch.Tensor:
     tensors = to_tensors(experts)
     matrices = matrices_of(tensors, "gate_up"), matrices_of(tensors, "down")
-    return moe_gemm(hidden, *matrices, experts.activation, ids, weights, tokens)
+    return run(hidden, *matrices, experts.activation, ids, weights, tokens)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def run(
     """Run the launcher; memory after all tensors is unmapped."""
     matrices = moved_matrices(experts.gate_up), moved_matrices(experts.down)
     with on_host():
-        return launcher.moe_gemm(
+        return launcher.run(
             moved(hidden), *matrices, experts.activation, moved(ids), moved(weights), tokens
         )
 
@@ -107,7 +107,7 @@ def test_rings_that_go_round(slots: int) -> None:
     def small_plan(work: Work, tokens: int, block_bytes: int) -> GemmPlan:
         return GemmPlan(tokens, 4, slots)
 
-    with patch.object(launcher, "plan_of", small_plan):
+    with patch.object(launcher, "make_plan", small_plan):
         for _ in range(2):
             assert_close_enough(run(*arguments, 32), *arguments)
 

@@ -20,7 +20,7 @@ _RECENT = struct.Struct("6P4q4i")
 """`Recent` of the source."""
 
 
-def attend(inputs: AttentionInputs) -> None:
+def run(inputs: AttentionInputs) -> None:
     """Fill `inputs.out`, and `inputs.lse` where it is not None.
 
     Rows are bitwise the same whatever else is in the batch, however many queries come with them
@@ -157,4 +157,4 @@ class CpuAttention(AttentionBackend):
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`."""
-        attend(inputs)
+        run(inputs)

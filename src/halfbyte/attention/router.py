@@ -1,11 +1,20 @@
 """Chooses backends: one per batch, or per part of a batch that mixes prompts and decode steps.
 
-A backend is selected for the whole batch first, and then asked which sequences it leaves out
-(`AttentionBackend.split_off`). Splitting first would take lengths, which are on the GPU: reading
-them back syncs the host, and cannot be captured in a CUDA graph. Selection only takes what the host
-knows (`AttentionConfig`), so that only batches that run on `dense`, which reads lengths back for
-its plan anyway, are split. What `dense` leaves out is marked (`split_off`): it depends on lengths
-and on the size of its workspace, so that selection without the mark would find `dense` again.
+Three steps: select a backend for the whole batch, let it say which sequences it leaves out
+(`AttentionBackend.split_off`), select a backend for each of these parts.
+
+Why the batch is not split before the first selection:
+
+- A split takes lengths, which are on the GPU. Reading them back syncs the host, and a CUDA graph
+  cannot capture it. Selection takes only what the host knows (`AttentionConfig`), so that only
+  batches for `dense`, which reads lengths back for its plan anyway, pay for it.
+- Every backend but `dense` takes the whole batch, also if it was named, or chosen for batch
+  invariance: only the choice says whether there is anything to split.
+- What to leave out depends on the chosen backend: for `dense` on its workspace and on the time to
+  unpack a sequence's pages. The parts are therefore marked (`split_off`), so that their selection
+  does not find `dense` again.
+
+The first selection is cached for all layers of a step.
 """
 
 from functools import partial
@@ -19,15 +28,15 @@ def run(inputs: AttentionInputs, backend: str | None = None) -> None:
     """Run validated work on the named backend, or on the best one."""
     chosen = _select(inputs, backend)
     if inputs.recent is None or chosen.takes_recent:
-        attend(chosen, inputs)
+        run_on(chosen, inputs)
         return
     # Here, because the import needs Triton.
-    from halfbyte.attention.recent.launcher import attend_with_recent
+    from halfbyte.attention.recent.launcher import run_with_recent
 
-    attend_with_recent(inputs, partial(attend, chosen))
+    run_with_recent(inputs, partial(run_on, chosen))
 
 
-def attend(backend: type[AttentionBackend], inputs: AttentionInputs) -> None:
+def run_on(backend: type[AttentionBackend], inputs: AttentionInputs) -> None:
     """Run a backend; sequences that it splits off run on the backends that are best for them."""
     for part in backend.split_off(inputs):
         batch = part.inputs_of(inputs)

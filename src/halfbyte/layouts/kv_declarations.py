@@ -7,6 +7,9 @@ describes the outputs of K's and V's projections (`kv_cache_quant_config`), and 
 `static`.
 Every field that affects values is honoured or refused: reading a cache in another format than the
 declared one would silently change logits.
+
+Not in `checkpoints/dialects/`, which write these fields: they are no dialect's own, and
+`KVCacheDType.from_checkpoint` reads them from a configuration alone.
 """
 
 import re

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from halfbyte.attention import attend
-from halfbyte.models.attention_op import attend_layer, engine_attention_op
+from halfbyte.models.attention_op import engine_attention_op, store_and_attend
 from halfbyte.models.batch import PagedBatch
 
 ENGINE = "halfbyte_engine"
@@ -119,7 +119,7 @@ def engine_attention(
             f"{ENGINE!r} works only inside halfbyte.LLM (is a stream of an LLM with this model "
             "unfinished?); to call the model yourself, make a halfbyte.Cache"
         )
-    out = attend_layer(
+    out = store_and_attend(
         module,
         batch,
         *inputs,

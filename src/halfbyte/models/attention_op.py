@@ -34,7 +34,7 @@ def running(module: nn.Module, batch: PagedBatch) -> Iterator[None]:
         _running.reset(token)
 
 
-def attend_layer(
+def store_and_attend(
     module: nn.Module,
     batch: PagedBatch,
     query: torch.Tensor,
@@ -80,7 +80,7 @@ def _engine_attention(
     softcap: float | None,
 ) -> torch.Tensor:
     module, batch = _running.get()
-    out = attend_layer(
+    out = store_and_attend(
         module,
         batch,
         query,
@@ -106,5 +106,5 @@ _library.impl(_NAME, _engine_attention, "CompositeExplicitAutograd")
 torch.library.register_fake(f"halfbyte::{_NAME}", _fake, lib=_library)
 
 engine_attention_op = torch.ops.halfbyte.engine_attention.default
-"""`(query, key, value, scale, sliding_window, sinks, softcap)`: `attend_layer` with the module and
-batch of `running`."""
+"""`(query, key, value, scale, sliding_window, sinks, softcap)`: `store_and_attend` with the
+module and batch of `running`."""

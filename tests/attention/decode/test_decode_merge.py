@@ -126,7 +126,7 @@ def assert_merged(
                 given_out=out,
                 lse=lse,
             )
-            cuda.decode(inputs, replace(plan, merge=kernel))
+            cuda.run(inputs, replace(plan, merge=kernel))
             assert [name for name, _ in launched[-2:]] == ["decode", kernel]
             rtol = 1.01 * ROUNDING[dtype]
             assert (out[num_tokens:] == 0).all()

@@ -7,8 +7,8 @@ import torch
 
 from attention.cases import config
 from halfbyte.attention.paged.plan import (
-    AttendPlan,
     Gpu,
+    PagedPlan,
     choose_tiles,
     make_plan,
     operand_dtype,
@@ -20,7 +20,7 @@ H200 = Gpu(capability=90, num_sms=132)
 NVFP4 = PageLayout("nvfp4", "nvfp4", 128, None, 8, 16)
 
 
-def plan_of(num_tokens: int, num_seqs: int, max_length: int, **changes: Any) -> AttendPlan:
+def plan_of(num_tokens: int, num_seqs: int, max_length: int, **changes: Any) -> PagedPlan:
     gpu = changes.pop("gpu", H200)
     return make_plan(config(num_tokens=num_tokens, num_seqs=num_seqs, **changes), max_length, gpu)
 
@@ -86,11 +86,11 @@ def test_operands_hold_what_the_cache_holds() -> None:
     ],
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else None,
 )
-def test_attend_kernel_compiles(
+def test_attention_kernel_compiles(
     shape: tuple[str, str, int], rows: int, options: dict[str, bool], capability: int
 ) -> None:
     pytest.importorskip("triton")
-    from halfbyte.attention.paged.kernels import attend_kernel
+    from halfbyte.attention.paged.kernels import attention_kernel
     from halfbyte.attention.paged.launcher import kernel_constants
     from triton_compiler import SHARED_BYTES, compile_kernel
 
@@ -101,7 +101,7 @@ def test_attend_kernel_compiles(
     pointers = ["k_global", "v_global", "sinks", "lse", "partial_out", "partial_stats"]
     pointers += ["bias", "first_scores"]
     usage = compile_kernel(
-        attend_kernel,
+        attention_kernel,
         {
             **dict.fromkeys(("query", "out", "first_values"), "*bf16"),
             **dict.fromkeys(("tables", "starts", "lengths", "first_indices"), "*i32"),

@@ -11,7 +11,7 @@ from attention.cases import TRANSFORM_CASES, Case, assert_close_to_exact, make_c
 from attention.cases import config as attention_config
 from halfbyte.attention import ATTENTION_BACKENDS
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, AttentionPlans
-from halfbyte.attention.paged.plan import AttendPlan, Tiles
+from halfbyte.attention.paged.plan import PagedPlan, Tiles
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import KERNEL_DTYPES
 
@@ -23,22 +23,22 @@ from triton_interpreter import interpreted
 # Small tiles, so that short sequences have several of them; keys of a row in one split, in
 # three, or in splits of 32.
 TILES = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=2)
-WHOLE = AttendPlan(TILES, num_splits=1, split_length=0, tokens_per_launch=1000)
-SPLIT = AttendPlan(TILES, num_splits=3, split_length=0, tokens_per_launch=1000)
-FIXED = AttendPlan(TILES, num_splits=3, split_length=32, tokens_per_launch=1000)
+WHOLE = PagedPlan(TILES, num_splits=1, split_length=0, tokens_per_launch=1000)
+SPLIT = PagedPlan(TILES, num_splits=3, split_length=0, tokens_per_launch=1000)
+FIXED = PagedPlan(TILES, num_splits=3, split_length=32, tokens_per_launch=1000)
 PLANS = {"whole": WHOLE, "split": SPLIT, "fixed-splits": FIXED}
 SMALL: dict[str, Any] = {"query_lens": (1, 5, 1), "seq_lens": (1, 40, 77)}
 
 
 def interpret(
     case: Case,
-    plan: AttendPlan | None = None,
+    plan: PagedPlan | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     **changes: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE by the interpreter; float32 instead of bfloat16, to which it cannot round."""
-    attend = interpreted("halfbyte.attention.paged.launcher").attend
+    run = interpreted("halfbyte.attention.paged.launcher").run
     arguments = {"query": case.query, "pages": case.pages, **case.arguments(), **changes}
     query = arguments["query"]
     dtype = torch.float32 if query.dtype == torch.bfloat16 else query.dtype
@@ -52,7 +52,7 @@ def interpret(
         lse=torch.empty(query.shape[:2]),
         plans=AttentionPlans(),
     )
-    attend(inputs, plan)
+    run(inputs, plan)
     assert inputs.lse is not None
     return inputs.out, inputs.lse
 
@@ -212,7 +212,7 @@ def test_attend_prompt_after_a_prefix_in_its_own_plan() -> None:
 def test_attend_long_inputs_in_several_launches() -> None:
     case = make_case(query_lens=(9, 1, 8), seq_lens=(30, 40, 8), kv_heads=1)
     once = interpret(case, SPLIT)
-    several = interpret(case, AttendPlan(TILES, 3, 0, tokens_per_launch=4))
+    several = interpret(case, PagedPlan(TILES, 3, 0, tokens_per_launch=4))
     torch.testing.assert_close(several, once, rtol=1e-6, atol=1e-6)
 
 
@@ -226,7 +226,7 @@ def test_attend_row_is_bitwise_the_same_in_any_batch(rows_alike: None) -> None:
         for split_count, per_launch in ((3, 1000), (5, 2)):
             alone, lse = interpret(
                 case,
-                AttendPlan(TILES, split_count, 32, per_launch),
+                PagedPlan(TILES, split_count, 32, per_launch),
                 query=case.query[rows],
                 query_start_loc=torch.tensor([0, n], dtype=torch.int32),
                 seq_lens=arguments["seq_lens"][i : i + 1],

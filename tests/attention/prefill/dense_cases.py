@@ -149,7 +149,7 @@ def attend(case: Case, device: str, return_lse: bool) -> tuple[torch.Tensor, tor
     """Calls the backend directly; on a CPU it would not be selected."""
     lse = torch.empty(case.query.shape[:2], device=device) if return_lse else None
     inputs = inputs_of(case, device, lse)
-    router.attend(DenseAttention, inputs)
+    router.run_on(DenseAttention, inputs)
     return inputs.out.cpu(), None if lse is None else lse.cpu()
 
 

@@ -81,7 +81,7 @@ def test_work_holds_every_query_once(
 @pytest.mark.parametrize("tiles", [Tiles(16, 16, 4, 2), Tiles(32, 64, 4, 2)], ids=str)
 def test_rows_of_others_are_not_touched(tiles: Tiles, group: int) -> None:
     """Rows and keys of other sequences (NaN here) do not matter."""
-    attend_rows = interpreted("halfbyte.attention.prefill.rows").attend_rows
+    run_rows = interpreted("halfbyte.attention.prefill.rows").run_rows
     torch.manual_seed(0)
     query = torch.randn(30, 2 * group, 16)
     key, value = torch.randn(60, 2, 16), torch.randn(60, 2, 32)
@@ -109,7 +109,7 @@ def test_rows_of_others_are_not_touched(tiles: Tiles, group: int) -> None:
         lse=lse,
         plans=AttentionPlans(),
     )
-    attend_rows(inputs, key, value, chunks.work, tiles)
+    run_rows(inputs, key, value, chunks.work, tiles)
     for _, row, new, length in sequences:
         first = 0 if row == 3 else 21
         k, v = (x[first : first + length].double() for x in (key, value))

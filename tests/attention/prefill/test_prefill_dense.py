@@ -159,7 +159,7 @@ def test_layers_that_differ_share_plans(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         case = make_small({**lengths, **options}, monkeypatch)
         inputs = replace(inputs_of(case, "cpu"), plans=plans)
-        router.attend(DenseAttention, inputs)
+        router.run_on(DenseAttention, inputs)
         assert_close_to_exact(inputs.out, case)
 
 
@@ -170,7 +170,7 @@ def test_scales_that_are_not_positive(scale: float, monkeypatch: pytest.MonkeyPa
     inputs = inputs_of(case, "cpu")
     for used in (inputs.scale, scale):
         inputs = replace(inputs, scale=used)
-        router.attend(DenseAttention, inputs)
+        router.run_on(DenseAttention, inputs)
     turned = replace(case, query=case.query * (-1.0 if scale else 0.0))
     assert_close_to_exact(inputs.out, turned)
 

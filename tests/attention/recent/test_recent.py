@@ -21,9 +21,9 @@ from triton_compiler import SHARED_BYTES, compile_kernel
 from triton_interpreter import interpreted
 
 
-def attend_packed(inputs: AttentionInputs) -> None:
+def run_packed(inputs: AttentionInputs) -> None:
     """The Triton backend, in the interpreter."""
-    interpreted("halfbyte.attention.paged.launcher").attend(inputs)
+    interpreted("halfbyte.attention.paged.launcher").run(inputs)
 
 
 # A tile of 16 rows has three tokens of five heads, and one padding row.
@@ -48,7 +48,7 @@ def test_in_the_interpreter(name: str) -> None:
     case = make_case(**{**CASES[name], "query_dtype": torch.float32})
     lse = torch.empty(case.query.shape[:2])
     inputs = inputs_of(case, "cpu", lse)
-    interpreted("halfbyte.attention.recent.launcher").attend_with_recent(inputs, attend_packed)
+    interpreted("halfbyte.attention.recent.launcher").run_with_recent(inputs, run_packed)
     exact, exact_lse = case.expected()
     torch.testing.assert_close(inputs.out.double(), exact, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
@@ -69,7 +69,7 @@ def test_prompts_in_the_interpreter(group: int, monkeypatch: pytest.MonkeyPatch)
     lse = torch.empty(case.query.shape[:2])
     inputs = inputs_of(case, "cpu", lse)
     launcher = interpreted("halfbyte.attention.recent.launcher")
-    launcher.attend_with_recent(inputs, partial(router.attend, DenseAttention))
+    launcher.run_with_recent(inputs, partial(router.run_on, DenseAttention))
     assert_close_to_exact(inputs.out, case)
     torch.testing.assert_close(lse.double(), case.expected()[1], rtol=1e-3, atol=0.1)
 
@@ -80,8 +80,8 @@ def test_batch_invariant_rows_are_bitwise_equal() -> None:
     lens: dict[str, Any] = {"query_lens": (40, 1, 9), "seq_lens": (140, 70, 9)}
     case = make_case(**{**RECENT_CASES["d128"], **lens, "kv_heads": 1, "recent": 20})
     together = replace(inputs_of(case, "cpu"), batch_invariant=True)
-    attend = interpreted("halfbyte.attention.recent.launcher").attend_with_recent
-    attend(together, attend_packed)
+    run = interpreted("halfbyte.attention.recent.launcher").run_with_recent
+    run(together, run_packed)
     recent = together.recent
     assert recent is not None
     first = case.query_lens[0]
@@ -105,7 +105,7 @@ def test_batch_invariant_rows_are_bitwise_equal() -> None:
                 value=recent.value[begin:end],
             ),
         )
-        attend(alone, attend_packed)
+        run(alone, run_packed)
         assert torch.equal(alone.out, together.out[begin:end])
 
 

@@ -13,7 +13,7 @@ import torch
 
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.linear import NvFp4Linear
-from halfbyte.linear.w4a16.gemm_sm90 import launcher as linear_gemm
+from halfbyte.linear.w4a16.gemm_sm90 import launcher as gemm
 from halfbyte.linear.w4a16.gemv import launcher as linear
 
 DEVICE, STREAM, FUNCTION = 1, 0x123456789ABC, 0xABCDEF012345
@@ -179,7 +179,7 @@ def test_gpu_launches_from_a_fresh_thread() -> None:
 
 @pytest.mark.parametrize(
     ("params", "work"),
-    [(linear._GemvParams, linear._GemvWork), (linear_gemm._Params, linear_gemm._Work)],
+    [(linear._GemvParams, linear._GemvWork), (gemm._Params, gemm._Work)],
     ids=["few", "wide"],
 )
 def test_what_calls_share_lies_where_its_fields_would(

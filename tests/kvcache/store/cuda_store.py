@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import cuda_on_host
 from halfbyte.kernels.runtime import nvrtc
-from halfbyte.kvcache.store.cuda import launcher
+from halfbyte.kvcache.store.cuda import store
 
 
 @contextmanager
 def on_host(num_sms: int, capability: int = 90) -> Iterator[list[int]]:
-    """Let the launcher's kernels run on the CPU.
+    """Let the kernels run on the CPU.
 
     Args:
         num_sms: of the emulated GPU; decides between rows and tiles.
@@ -32,11 +32,11 @@ def on_host(num_sms: int, capability: int = 90) -> Iterator[list[int]]:
         launched.append(grid)
         cuda_on_host.launch(function, grid, threads, *arguments, shared_bytes=size)
 
-    launcher._kernel.cache_clear()
+    store._kernel.cache_clear()
     with (
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
-        patch.object(launcher, "num_sms", lambda device: num_sms),
+        patch.object(store, "num_sms", lambda device: num_sms),
     ):
         yield launched
-    launcher._kernel.cache_clear()
+    store._kernel.cache_clear()

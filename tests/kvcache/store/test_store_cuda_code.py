@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfbyte.kvcache.store.cuda.launcher import Variant
+from halfbyte.kvcache.store.cuda.store import Variant
 from halfbyte.layouts import PageLayout
 from machine_code import compiled, disassembled
 from slow import CAPABILITIES, slow

@@ -9,7 +9,7 @@ import torch
 from cuda_on_host import needs_compiler
 from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import StoreConfig, StoreInputs
-from halfbyte.kvcache.store.cuda.backend import CudaStore
+from halfbyte.kvcache.store.cuda.store import CudaStore
 from halfbyte.kvcache.store.registry import select_store
 from halfbyte.layouts import PageLayout
 from kvcache.store.close_calls import CLOSE_CALLS, assert_close_calls_are_stored

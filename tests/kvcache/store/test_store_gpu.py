@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.formats.encode_floats import multiply_two_parts, reciprocal_of
-from halfbyte.kvcache.store.cuda import launcher
+from halfbyte.kvcache.store.cuda import store as cuda_store
 from halfbyte.kvcache.store.triton_kernel import store_tokens
 
 pytestmark = pytest.mark.gpu
@@ -260,7 +260,7 @@ def test_gpu_store_by_rows_and_by_tiles(
     name: str, rows_per_sm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many tokens by rows, and few tokens by tiles: the other way than selected."""
-    monkeypatch.setattr(launcher, "_ROWS_PER_SM", rows_per_sm)
+    monkeypatch.setattr(cuda_store, "_ROWS_PER_SM", rows_per_sm)
     for count in (1, 90, 3000):
         assert_stored_by_weights(store_k("cuda"), CASES[name], torch.bfloat16, "cuda", count)
 
@@ -270,7 +270,7 @@ def test_gpu_store_by_rows_and_by_tiles(
 def test_gpu_store_of_what_hangs_on_the_last_bit(
     name: str, rows_per_sm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_ROWS_PER_SM", rows_per_sm)
+    monkeypatch.setattr(cuda_store, "_ROWS_PER_SM", rows_per_sm)
     assert_close_calls_are_stored(store_k("cuda"), name, "cuda")
 
 

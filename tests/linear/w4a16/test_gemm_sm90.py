@@ -10,7 +10,7 @@ import torch
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory
 from halfbyte.linear.w4a16.gemm_sm90 import launcher as gemm
-from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan, Tile, gemm_plan
+from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan, Tile, make_plan
 from halfbyte.linear.w4a16.packed_weight import DTYPES, TILE_K, TILE_N
 from linear.machines import H200
 from linear.w4a16.test_gemm_sm90_plan import WEIGHTS
@@ -41,7 +41,7 @@ def test_kernel_compiles(tile: Tile, dtype: torch.dtype) -> None:
 def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
     """Multiplying by rounded inverses (`gemm_sm90/work.cuh`) finds the same tiles and spans."""
     for tile in TILES:
-        plan = gemm_plan(n, k, m, NUM_SMS, tile)
+        plan = make_plan(n, k, m, NUM_SMS, tile)
         work = gemm.work(plan, n, k, m)
         line = plan.steps(k) + plan.crossing
         places = plan.cut_tiles * line
@@ -67,7 +67,7 @@ def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
 
 
 def test_work_that_cannot_be_counted_is_refused() -> None:
-    plan = gemm_plan(4096, 4096, 2**31, NUM_SMS)
+    plan = make_plan(4096, 4096, 2**31, NUM_SMS)
     with pytest.raises(ValueError, match="too large"):
         gemm.work(plan, 4096, 4096, 2**31)
     with pytest.raises(ValueError, match="2 steps to share among 24 clusters"):
@@ -108,7 +108,7 @@ def launched(shape: tuple[int, ...], n: int, plan: GemmPlan | None = None) -> La
         patch.object(gemm, "num_sms", lambda device: NUM_SMS),
         patch.object(gemm, "allocate", allocate),
     ):
-        out = gemm.linear_gemm(x, *inputs, n, plan)
+        out = gemm.run(x, *inputs, n, plan)
     gemm.gemm_product.cache_clear()
     ((params, grid),) = calls
     return Launched(params, grid, inputs, out)
@@ -118,7 +118,7 @@ def launched(shape: tuple[int, ...], n: int, plan: GemmPlan | None = None) -> La
 def test_what_a_launch_is_given(n: int) -> None:
     k, m = 144, 70
     params, grid, inputs, out = launched((2, 35, k), n)
-    plan = gemm_plan(n, k, m, NUM_SMS)
+    plan = make_plan(n, k, m, NUM_SMS)
     assert grid == 2 * plan.clusters
     assert (params.work.m, params.work.n) == (m, n)
     assert (params.work.blocks_n, params.work.steps) == (4, plan.steps(k))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfbyte.linear.w4a16.gemm_sm90 import launcher as gemm
-from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan, Tile, gemm_plan
+from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan, Tile, make_plan
 from halfbyte.linear.w4a16.packed_weight import DTYPES, pack_weight
 from halfbyte.numerics import nvfp4
 from linear.machines import H200
@@ -19,7 +19,7 @@ NUM_SMS = H200.num_sms
 
 
 class Case(NamedTuple):
-    """Arguments of `linear_gemm`, and results to compare with."""
+    """Arguments of `gemm.run`, and results to compare with."""
 
     x: torch.Tensor
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -30,7 +30,7 @@ class Case(NamedTuple):
     """Of the dequantized weight in x's dtype."""
 
     def product(self, plan: GemmPlan | None = None) -> torch.Tensor:
-        return gemm.linear_gemm(self.x, *self.weights, self.bias, len(self.bias), plan)
+        return gemm.run(self.x, *self.weights, self.bias, len(self.bias), plan)
 
 
 def make_case(n: int, k: int, m: int, dtype: torch.dtype, offset: int = 0) -> Case:
@@ -73,7 +73,7 @@ def test_products(n: int, k: int, m: int, dtype: torch.dtype) -> None:
     needs_sm90()
     case = make_case(n, k, m, dtype)
     for tile in (None, *TILES):
-        assert_close(case.product(gemm_plan(n, k, m, NUM_SMS, tile)), case)
+        assert_close(case.product(make_plan(n, k, m, NUM_SMS, tile)), case)
 
 
 @DTYPE
@@ -160,7 +160,7 @@ def test_replays_and_streams_give_the_same_bits() -> None:
     needs_sm90()
     n, k, m = 1536, 2048, 100
     case = make_case(n, k, m, torch.bfloat16)
-    assert gemm_plan(n, k, m, NUM_SMS).cut_tiles > 0
+    assert make_plan(n, k, m, NUM_SMS).cut_tiles > 0
     wanted = case.product()
     assert_close(wanted, case)
     graph = torch.cuda.CUDAGraph()

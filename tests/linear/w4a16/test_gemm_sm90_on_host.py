@@ -21,7 +21,7 @@ from halfbyte.linear.w4a16.gemm_sm90.plan import (
     TILES,
     GemmPlan,
     Tile,
-    gemm_plan,
+    make_plan,
 )
 from halfbyte.linear.w4a16.packed_weight import pack_weight
 from halfbyte.numerics import nvfp4
@@ -34,7 +34,7 @@ NARROW = tile_named("128x64")
 
 
 class Case(NamedTuple):
-    """Arguments of `linear_gemm`, and the product in float64."""
+    """Arguments of `gemm.run`, and the product in float64."""
 
     x: torch.Tensor
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -117,7 +117,7 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
 def product(case: Case, plan: GemmPlan, *clusters_at_once: int) -> torch.Tensor:
     """The product by the launcher; see `on_host`."""
     with on_host(clusters_at_once or [1]):
-        return gemm.linear_gemm(case.x, *case.weights, case.bias, len(case.bias), plan)
+        return gemm.run(case.x, *case.weights, case.bias, len(case.bias), plan)
 
 
 def assert_product(out: torch.Tensor, case: Case) -> None:
@@ -143,7 +143,7 @@ def assert_product(out: torch.Tensor, case: Case) -> None:
 def test_products(tile: Tile, dtype: torch.dtype) -> None:
     n, k, m = 200, 144, tile.tokens + 9
     case = make_case(n, k, m, dtype)
-    assert_product(product(case, gemm_plan(n, k, m, 8, tile)), case)
+    assert_product(product(case, make_plan(n, k, m, 8, tile)), case)
 
 
 @pytest.mark.parametrize("tile", one_in(3, DIFFERENT), ids=str)
@@ -197,7 +197,7 @@ def sums_nobody_left(case: Case, plan: GemmPlan, clusters_at_once: int) -> int:
             found.append(int((left == -1).sum()))
 
         with patch.object(nvrtc, "launch", launch):
-            gemm.linear_gemm(case.x, *case.weights, case.bias, len(case.bias), plan)
+            gemm.run(case.x, *case.weights, case.bias, len(case.bias), plan)
     return found[0]
 
 

@@ -29,36 +29,36 @@ def assert_rounded_once(out: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (300, 528), (64, 128), (2048, 14336), (40, 16)])
 def test_small_m(n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
-    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
+    from halfbyte.linear.w4a16.gemv.launcher import run
 
     packed = packed_weight(n, k, dtype, "cuda")
     tensors = (packed.weight, packed.weight_scale, packed.row_scale)
     bias = torch.randn(n, device="cuda", dtype=dtype) if with_bias else None
     for m in (1, 2, 5, 8, 9, 16, 17, 33, 64, 100):
         x = torch.randn(m, k, device="cuda", dtype=dtype)
-        out = linear_gemv(x, *tensors, bias, n)
+        out = run(x, *tensors, bias, n)
         assert_rounded_once(out, expected64(x, packed, bias))
 
 
 @pytest.mark.parametrize("m", [1, 3, 5, 11, 20])
 def test_what_lies_where_rows_would_be_does_not_matter(m: int) -> None:
     """Shared memory of absent tokens still has the previous call's contents: NaN here."""
-    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
+    from halfbyte.linear.w4a16.gemv.launcher import run
     from halfbyte.linear.w4a16.machine import machine_of
 
     n, k = 6144, 4096
     packed = packed_weight(n, k, torch.bfloat16, "cuda")
     arguments = (packed.weight, packed.weight_scale, packed.row_scale, None, n)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    plan = linear_plan.gemv_plan(n, k, m, machine_of(0))
+    plan = linear_plan.make_plan(n, k, m, machine_of(0))
     rows = plan.columns
-    linear_gemv(x.new_full((rows, k), torch.nan), *arguments, plan=plan)
-    out = linear_gemv(x, *arguments, plan=plan)
+    run(x.new_full((rows, k), torch.nan), *arguments, plan=plan)
+    out = run(x, *arguments, plan=plan)
     assert_rounded_once(out, expected64(x, packed, None))
 
 
 def test_rows_of_any_stride() -> None:
-    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
+    from halfbyte.linear.w4a16.gemv.launcher import run
 
     packed = packed_weight(128, 208, torch.bfloat16, "cuda")
     arguments = (packed.weight, packed.weight_scale, packed.row_scale, None, 128)
@@ -72,7 +72,7 @@ def test_rows_of_any_stride() -> None:
         (4, 0, 0),
     ):
         x = torch.as_strided(memory, (m, 208), (stride, 1), start)
-        out = linear_gemv(x, *arguments)
+        out = run(x, *arguments)
         assert_rounded_once(out, expected64(x, packed, None))
 
 
@@ -80,7 +80,7 @@ def test_rows_of_any_stride() -> None:
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
 def test_every_split_of_the_work(tiles: int, split: int, dtype: torch.dtype) -> None:
-    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
+    from halfbyte.linear.w4a16.gemv.launcher import run
     from halfbyte.linear.w4a16.machine import machine_of
 
     n, k = 448, 1152
@@ -101,7 +101,7 @@ def test_every_split_of_the_work(tiles: int, split: int, dtype: torch.dtype) -> 
             plan = GemvPlan(tiles, split, join, groups, warps, stages, ctas, rounds)
             if plan.shared_bytes(n, k, x.shape[0]) > machine_of(0).bytes_of_cta(ctas):
                 continue
-            out = linear_gemv(x, *tensors, None, n, plan=plan)
+            out = run(x, *tensors, None, n, plan=plan)
             assert_rounded_once(out, wanted)
 
 
@@ -116,23 +116,23 @@ def test_sums_of_many_tokens_are_reduced_in_parts(
     arguments = (packed.weight, packed.weight_scale, packed.row_scale, None, n)
     x = torch.randn(101, k, device="cuda", dtype=dtype)
     plan = GemvPlan(2, 4, 2, 14, warps=8, round_units=1)
-    at_once = linear.linear_gemv(x, *arguments, plan=plan)
+    at_once = linear.run(x, *arguments, plan=plan)
     monkeypatch.setattr(linear, "_MAX_PARTIAL_BYTES", 30 * 4 * 4 * 448)
-    assert torch.equal(linear.linear_gemv(x, *arguments, plan=plan), at_once)
+    assert torch.equal(linear.run(x, *arguments, plan=plan), at_once)
 
 
 @DTYPE
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
-    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
+    from halfbyte.linear.w4a16.gemv.launcher import run
 
     n, k = 1024, 2048
     packed = packed_weight(n, k, dtype, "cuda")
     tensors = (packed.weight, packed.weight_scale, packed.row_scale)
     x = torch.randn(4096, k, device="cuda", dtype=dtype)
-    all_rows = linear_gemv(x, *tensors, None, n, batch_invariant=True)
+    all_rows = run(x, *tensors, None, n, batch_invariant=True)
     for m in (1, 2, 7, 16, 17, 64, 65, 1000):
         start = 4096 - m
-        out = linear_gemv(x[start:], *tensors, None, n, batch_invariant=True)
+        out = run(x[start:], *tensors, None, n, batch_invariant=True)
         assert torch.equal(out, all_rows[start:])
 
 
@@ -170,12 +170,12 @@ def test_weights_larger_than_the_workspace(
 @pytest.mark.parametrize("m", [1, 16, 500])
 def test_in_a_graph(m: int) -> None:
     from halfbyte.linear.w4a16.dequant.launcher import linear_unpacked
-    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
+    from halfbyte.linear.w4a16.gemv.launcher import run
 
     n, k = 640, 1024
     packed = packed_weight(n, k, torch.bfloat16, "cuda")
     tensors = (packed.weight, packed.weight_scale, packed.row_scale)
-    product = linear_gemv if m <= 64 else linear_unpacked
+    product = run if m <= 64 else linear_unpacked
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     product(x, *tensors, None, n)
     torch.cuda.synchronize()
@@ -189,7 +189,7 @@ def test_in_a_graph(m: int) -> None:
         x.copy_(torch.randn_like(x))
         graph.replay()
         again = product(x * 2, *tensors, None, n)
-        if product is linear_gemv:
+        if product is run:
             assert torch.equal(out, again)
         else:  # cuBLAS may choose otherwise in a graph
             torch.testing.assert_close(out, again, rtol=2e-2, atol=1e-3 * float(again.abs().max()))

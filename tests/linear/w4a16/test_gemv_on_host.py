@@ -14,7 +14,7 @@ import cuda_on_host
 from cuda_on_host import guarded
 from halfbyte.linear.w4a16.dequant import launcher as linear_unpack
 from halfbyte.linear.w4a16.gemv import launcher as linear
-from halfbyte.linear.w4a16.gemv.plan import GemvPlan, Machine, gemv_plan, k_blocks, row_units
+from halfbyte.linear.w4a16.gemv.plan import GemvPlan, Machine, k_blocks, make_plan, row_units
 from halfbyte.linear.w4a16.packed_weight import DTYPES, PackedWeight
 from linear.machines import RTX_3090
 from linear.w4a16.test_w4a16_packed_weight import dequantized, packed_weight
@@ -122,7 +122,7 @@ def multiply(
     row_scale = moved(packed.row_scale)
     bias = None if bias is None else moved(bias)
     with on_host(compiled_in, machine):
-        return linear.linear_gemv(x, weight, weight_scale, row_scale, bias, packed.n, plan=plan)
+        return linear.run(x, weight, weight_scale, row_scale, bias, packed.n, plan=plan)
 
 
 def assert_product(
@@ -171,7 +171,7 @@ def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: G
 @pytest.mark.parametrize("m", [1, 8, 16, 40])
 def test_plans_for_a_gpu_before_sm90(m: int, dtype: torch.dtype) -> None:
     n, k = 300, 1040
-    assert gemv_plan(n, k, m, A100).join in (0, 2)
+    assert make_plan(n, k, m, A100).join in (0, 2)
     packed = packed_weight(n, k, dtype)
     bias = random_bias(n, dtype)
     x = random_x(m, k, dtype, 0)
@@ -183,7 +183,7 @@ def test_plans_for_a_gpu_before_sm90(m: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("m", [1, 16])
 def test_a_k_that_needs_more_ctas_than_usual(m: int) -> None:
     n, k = 40, 53248
-    plan = gemv_plan(n, k, 16, RTX_3090)
+    plan = make_plan(n, k, 16, RTX_3090)
     assert plan.split > 8
     packed = packed_weight(n, k, torch.bfloat16)
     x = random_x(m, k, torch.bfloat16, 0)

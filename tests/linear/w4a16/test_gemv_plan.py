@@ -3,7 +3,7 @@
 import pytest
 
 from halfbyte.linear.w4a16.gemv import plan as linear_plan
-from halfbyte.linear.w4a16.gemv.plan import MAX_K, Machine, gemv_plan
+from halfbyte.linear.w4a16.gemv.plan import MAX_K, Machine, make_plan
 from linear.machines import H200, RTX_3090
 
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (576, 576), (48, 16), (128256, 4096)]
@@ -23,7 +23,7 @@ MACHINES = {
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_plans_fit_the_machine(n: int, k: int, machine: Machine, batch_invariant: bool) -> None:
     for m in (1, 2, 5, 8, 16, 17, 33, 64, 1000):
-        plan = gemv_plan(n, k, m, machine, batch_invariant)
+        plan = make_plan(n, k, m, machine, batch_invariant)
         assert plan.ctas * (plan.shared_bytes(n, k, m) + 1024) <= machine.block_bytes + 1024
         at_once = machine.num_sms * plan.ctas // plan.split
         if plan.join == 1:
@@ -40,7 +40,7 @@ def test_plans_fit_the_machine(n: int, k: int, machine: Machine, batch_invariant
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, (8192, 28672), DOWN_OF_405B, (64, MAX_K)])
 def test_order_of_sums_does_not_depend_on_the_batch(n: int, k: int, machine: Machine) -> None:
-    plans = [gemv_plan(n, k, m, machine, batch_invariant=True) for m in (1, 3, 16, 40, 64, 4096)]
+    plans = [make_plan(n, k, m, machine, batch_invariant=True) for m in (1, 3, 16, 40, 64, 4096)]
     assert len({p._replace(column_tiles=1, stages=2) for p in plans}) == 1
     assert plans[0].column_tiles == 1
 
@@ -51,7 +51,7 @@ def test_every_unit_has_its_group(n: int, k: int, machine: Machine) -> None:
     """Computed as by `Place` of `linear/w4a16/gemv/loader.cuh`."""
     units = linear_plan.row_units(n)
     for m in (1, 16, 64):
-        plan = gemv_plan(n, k, m, machine)
+        plan = make_plan(n, k, m, machine)
         each = units // plan.groups
         more = units - plan.groups * each
         found: list[int] = []
@@ -69,7 +69,7 @@ def test_every_unit_has_its_group(n: int, k: int, machine: Machine) -> None:
 def test_an_h200_is_filled(n: int, k: int, batch_invariant: bool) -> None:
     """Every SM works, reads the weights once, and has enough loads in flight."""
     for m in (1, 8, 16):
-        plan = gemv_plan(n, k, m, H200, batch_invariant)
+        plan = make_plan(n, k, m, H200, batch_invariant)
         assert plan.groups * plan.split >= 120
         assert plan.passes(m) == 1
         assert plan.stages * plan.warps * plan.ctas >= 12
@@ -80,10 +80,10 @@ def test_an_h200_is_filled(n: int, k: int, batch_invariant: bool) -> None:
 
 def test_a_narrow_matrix_is_split_along_k() -> None:
     """If rows are too few for all SMs."""
-    assert gemv_plan(1024, 4096, 8, H200).split >= 4
-    assert gemv_plan(28672, 4096, 1, H200).split == 1
+    assert make_plan(1024, 4096, 8, H200).split >= 4
+    assert make_plan(28672, 4096, 1, H200).split == 1
 
 
 def test_too_large_a_k_is_refused() -> None:
     with pytest.raises(ValueError, match="k=10000000: needs more shared memory"):
-        gemv_plan(64, 10_000_000, 1, H200)
+        make_plan(64, 10_000_000, 1, H200)

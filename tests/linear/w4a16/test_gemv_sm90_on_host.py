@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cuda_on_host
-from halfbyte.linear.w4a16.gemv.plan import GemvPlan, gemv_plan
+from halfbyte.linear.w4a16.gemv.plan import GemvPlan, make_plan
 from halfbyte.linear.w4a16.packed_weight import pack_weight
 from linear.machines import H200
 from linear.w4a16.test_gemv_on_host import (
@@ -124,7 +124,7 @@ def test_shapes_that_are_compiled_in_change_nothing(case: tuple[int, ...]) -> No
     [(300, 1040, 1, 1), (300, 1040, 40, 1), (100, 528, 8, 0), (40, 4096, 16, 2)],
 )
 def test_plans_for_an_h200(n: int, k: int, m: int, join: int, dtype: torch.dtype) -> None:
-    assert gemv_plan(n, k, m, H200).join == join
+    assert make_plan(n, k, m, H200).join == join
     packed = packed_weight(n, k, dtype)
     x = random_x(m, k, dtype, 0)
     assert_product(multiply(x, packed, None, None, machine=H200), x, packed, None)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfbyte.linear.w4a16.gemv.plan import GemvPlan, gemv_plan
+from halfbyte.linear.w4a16.gemv.plan import GemvPlan, make_plan
 from halfbyte.linear.w4a16.packed_weight import (
     DTYPES,
     ROW_SCALE,
@@ -188,7 +188,7 @@ def test_kernels_compile(capability: int) -> None:
 def test_copies_of_weights_have_descriptors(n: int, k: int, m: int, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
 
-    plan = gemv_plan(n, k, m, H200)
+    plan = make_plan(n, k, m, H200)
     shape = dict(plan.macros_of_shape(n, k, m))
     macros: dict[str, int | None] = {"X_BF16": 1, **dict(plan.macros()), **shape}
     code = disassembled(compiled("linear/w4a16/gemv/gemv.cu", macros, "sm_90a"), tmp_path)

@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
 from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, plan_of, slice_ctas
-from halfbyte.attention.decode.recipe import Recipe, RecipeVariant, bind_recipe
+from halfbyte.attention.decode.recipe import RecipeParams, RecipeVariant, bind_recipe
 from halfbyte.attention.decode.variant import (
     WARPS,
     Variant,
@@ -55,7 +55,7 @@ class _Params(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int),
         ("output", _Output),
-        ("recipe", Recipe),
+        ("recipe", RecipeParams),
     )
 
 
@@ -72,7 +72,7 @@ class _MergeParams(ctypes.Structure):
 
 
 class CudaAttention(GpuAttention):
-    """`decode`; compiled at first use with NVRTC."""
+    """`run`; compiled at first use with NVRTC."""
 
     name: ClassVar[str] = "cuda"
     module: ClassVar[str] = "cuda.bindings"
@@ -110,7 +110,7 @@ class CudaAttention(GpuAttention):
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`."""
         if inputs.query.shape[0]:
-            decode(inputs)
+            run(inputs)
 
 
 def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tenso
     return torch.full((), scale, dtype=torch.float32, device=device)
 
 
-def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
+def run(inputs: AttentionInputs, plan: Plan | None = None) -> None:
     """Fill `inputs.out`, and `inputs.lse` where it is not None. Does not sync the GPU.
 
     Args:

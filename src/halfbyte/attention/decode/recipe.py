@@ -14,7 +14,7 @@ _ROUND = 64
 """A multiple of the tokens of a round of `recent.cuh` and of `recent_wgmma.cuh`."""
 
 
-class Recipe(ctypes.Structure):
+class RecipeParams(ctypes.Structure):
     """`Recipe` of `loader.cuh`."""
 
     _fields_ = (
@@ -72,7 +72,7 @@ class BoundRecipe(NamedTuple):
     """A recipe's inputs of a call."""
 
     variant: RecipeVariant
-    struct: Recipe
+    struct: RecipeParams
     kept: tuple[torch.Tensor, ...]
     """Keeps the tensors alive that the struct points to."""
 
@@ -103,7 +103,7 @@ def bind_recipe(inputs: AttentionInputs) -> BoundRecipe:
         inputs: of `paged_attention`, checked, all on one GPU.
     """
     variant = variant_of(inputs)
-    arguments = KernelArguments(Recipe)
+    arguments = KernelArguments(RecipeParams)
     if inputs.transform is not None:
         _bind_transform(arguments, inputs.transform, variant, inputs.query.dtype)
     if inputs.recent is not None:

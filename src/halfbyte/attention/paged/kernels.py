@@ -78,7 +78,7 @@ def finalize_softmax(reference, total, sink):
         "bias_stride",
     ]
 )
-def attend_kernel(
+def attention_kernel(
     query,
     pages,
     tables,
@@ -139,7 +139,7 @@ def attend_kernel(
     Grid: (tiles of query tokens, KV heads times blocks of their query heads, splits). `first_tile`
     assigns tiles to sequences; programs without query tokens return at once.
 
-    Args, beside those of `attend.attend`:
+    Args, beside those of `launcher.run`:
         tables, starts, lengths: `block_tables`, `query_start_loc` and `seq_lens`.
         k_global, v_global: float32 scalars, read where `k_global_on_device`, `v_global_on_device`.
         partial_out: float32 `[splits, tokens, heads, head_size_v]`, written where `split`.

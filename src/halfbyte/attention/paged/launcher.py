@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from halfbyte.attention.base import AttentionInputs
-from halfbyte.attention.paged.kernels import attend_kernel, merge_kernel
+from halfbyte.attention.paged.kernels import attention_kernel, merge_kernel
 from halfbyte.attention.paged.plan import (
-    AttendPlan,
     Gpu,
+    PagedPlan,
     Tiles,
     exponent_factors,
     gpu_of,
@@ -38,7 +38,7 @@ _MAX_BIAS_BYTES = 2**28
 """Max bytes of biases (`q . mean` of segments) per launch."""
 
 
-def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
+def run(inputs: AttentionInputs, plan: PagedPlan | None = None) -> None:
     """Fill `inputs.out`, and `inputs.lse` where it is not None. Does not sync the GPU.
 
     Args:
@@ -58,7 +58,7 @@ def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
     with current_device(inputs.query.get_device()):
         for first in range(0, num_tokens, launch.tokens_per_launch):
             tokens = slice(first, min(num_tokens, first + launch.tokens_per_launch))
-            launch.attend(tokens)
+            launch.attention(tokens)
             if launch.plan.merges:
                 launch.merge(tokens)
 
@@ -66,7 +66,7 @@ def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
 class _Launch:
     """What the launches of a call share."""
 
-    def __init__(self, inputs: AttentionInputs, plan: AttendPlan, gpu: Gpu) -> None:
+    def __init__(self, inputs: AttentionInputs, plan: PagedPlan, gpu: Gpu) -> None:
         query, layout, tables = inputs.query, inputs.layout, inputs.block_tables
         self.inputs, self.plan = inputs, plan
         self.page_stride = page_stride_of(inputs.pages, layout)
@@ -103,7 +103,7 @@ class _Launch:
             "has_lse": self.inputs.lse is not None,
         }
 
-    def attend(self, tokens: slice) -> None:
+    def attention(self, tokens: slice) -> None:
         """Write the output of query tokens, or their partial results."""
         inputs, plan, kernel = self.inputs, self.plan, self.kernel
         num_seqs, layout = len(self.block_tables), inputs.layout
@@ -114,7 +114,7 @@ class _Launch:
         made = TransformedQuery(self.query[tokens])
         if inputs.transform is not None:
             made = transform_queries(inputs, self.exponents, tokens)
-        attend_kernel[(tiles, head_tiles, plan.num_splits)](
+        attention_kernel[(tiles, head_tiles, plan.num_splits)](
             made.query,
             inputs.pages,
             self.block_tables,

@@ -68,7 +68,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class AttendPlan:
+class PagedPlan:
     """One launch, or several over consecutive query tokens."""
 
     tiles: Tiles
@@ -161,7 +161,7 @@ def choose_tiles(
 def choose_row_tiles(
     head_size: int, head_size_v: int, sliding_window: int | None, gpu: Gpu
 ) -> Tiles:
-    """Tile sizes for unpacked rows (`attend_rows`) of head sizes up to 256.
+    """Tile sizes for unpacked rows (`run_rows`) of head sizes up to 256.
 
     Measured on an H200; elsewhere chosen as in `choose_tiles`.
     """
@@ -179,7 +179,7 @@ def choose_row_tiles(
     return Tiles(128, 64, 8, 3 if head_size_v <= 128 else 2)
 
 
-def make_plan(config: AttentionConfig, max_length: int, gpu: Gpu) -> AttendPlan:
+def make_plan(config: AttentionConfig, max_length: int, gpu: Gpu) -> PagedPlan:
     """The launches for a batch.
 
     With `config.batch_invariant`, rows depend on nothing but their own sequence: tile sizes depend
@@ -204,7 +204,7 @@ def make_plan(config: AttentionConfig, max_length: int, gpu: Gpu) -> AttendPlan:
     if split_length or num_splits > 1:
         bytes_per_token = 4 * num_splits * config.num_heads * (layout.head_size_v + 2)
         tokens_per_launch = min(config.num_tokens, max(1, _PARTIAL_BYTES // bytes_per_token))
-    return AttendPlan(tiles, num_splits, split_length, tokens_per_launch)
+    return PagedPlan(tiles, num_splits, split_length, tokens_per_launch)
 
 
 def _num_splits(config: AttentionConfig, tiles: Tiles, max_length: int, gpu: Gpu) -> int:

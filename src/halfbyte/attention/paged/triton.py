@@ -29,6 +29,6 @@ class TritonAttention(GpuAttention):
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`."""
         # Here, because the import needs Triton.
-        from halfbyte.attention.paged.launcher import attend
+        from halfbyte.attention.paged.launcher import run
 
-        attend(inputs)
+        run(inputs)

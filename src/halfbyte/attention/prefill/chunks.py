@@ -43,7 +43,7 @@ class Chunks:
 
     keys: KeyRanges
     work: torch.Tensor
-    """As `rows.attend_rows` takes it."""
+    """As `rows.run_rows` takes it."""
 
     @classmethod
     def of(cls, chunks: list[Chunk], tokens_per_tile: int, device: torch.device) -> "Chunks":
@@ -130,11 +130,11 @@ def _chunks(
             yield Chunk(sequence, row + begin, queries, first, position + queries)
 
 
-def attend_chunks(inputs: AttentionInputs, chunks: Chunks, tiles: Tiles) -> None:
+def run_chunks(inputs: AttentionInputs, chunks: Chunks, tiles: Tiles) -> None:
     """Write the chunks' rows of the output, and of the LSE if the inputs have one."""
     # Here, because the imports need Triton.
-    from halfbyte.attention.prefill.rows import attend_rows
+    from halfbyte.attention.prefill.rows import run_rows
     from halfbyte.attention.prefill.unpack import unpack
 
     key, value = unpack(inputs, chunks.keys)
-    attend_rows(inputs, key, value, chunks.work, tiles)
+    run_rows(inputs, key, value, chunks.work, tiles)

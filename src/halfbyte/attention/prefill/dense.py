@@ -28,7 +28,7 @@ from halfbyte.attention.base import (
     SubBatch,
 )
 from halfbyte.attention.paged.plan import Tiles, choose_row_tiles, gpu_of
-from halfbyte.attention.prefill.chunks import attend_chunks
+from halfbyte.attention.prefill.chunks import run_chunks
 from halfbyte.attention.prefill.key_ranges import unknown_to_unpack
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
@@ -77,19 +77,22 @@ class DenseAttention(GpuAttention):
     @classmethod
     def split_off(cls, inputs: AttentionInputs) -> Sequence[SubBatch]:
         """See `AttentionBackend.split_off`. The first call of a step reads the lengths back."""
-        return _plan(inputs, _tiles(inputs)).split_off
+        return plan_of(inputs).split_off
 
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
-        tiles = _tiles(inputs)
-        plan = _plan(inputs, tiles)
-        if plan.empty is not None:
-            _fill_empty(inputs, plan.empty)
-        for long in plan.long:
-            _attend_long(inputs, long)
-        for chunks in plan.chunks:
-            attend_chunks(inputs, chunks, tiles)
+        run(inputs, plan_of(inputs))
+
+
+def run(inputs: AttentionInputs, plan: DensePlan) -> None:
+    """Fill `inputs.out`, and `inputs.lse` where it is not None, without `plan.split_off`."""
+    if plan.empty is not None:
+        _fill_empty(inputs, plan.empty)
+    for long in plan.long:
+        _run_long(inputs, long)
+    for chunks in plan.chunks:
+        run_chunks(inputs, chunks, _tiles(inputs))
 
 
 def _tiles(inputs: AttentionInputs) -> Tiles:
@@ -112,9 +115,10 @@ class _PlanKey(NamedTuple):
     device: torch.device
 
 
-def _plan(inputs: AttentionInputs, tiles: Tiles) -> DensePlan:
+def plan_of(inputs: AttentionInputs) -> DensePlan:
+    """`make_plan`, cached for all layers that share `inputs.plans`."""
     layout = inputs.layout
-    tokens_per_tile = tiles.tokens(inputs.query.shape[1] // layout.num_kv_heads)
+    tokens_per_tile = _tiles(inputs).tokens(inputs.query.shape[1] // layout.num_kv_heads)
     key = _PlanKey(
         workspace_tokens(inputs),
         queries_at_once(inputs),
@@ -140,7 +144,7 @@ def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:
         inputs.lse[rows] = inputs.sinks.float()
 
 
-def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
+def _run_long(inputs: AttentionInputs, long: LongSequences) -> None:
     from halfbyte.attention.prefill.combine import combine, join
 
     queries, last = long.queries, long.last
@@ -148,14 +152,14 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
     if long.cached:
         query = _padded_rows(inputs.query, long.query_begin, rounded_up(queries))[None]
         for block in long.cached:
-            out, logs = _attend_block(inputs, block, query, causal=False)
+            out, logs = _run_block(inputs, block, query, causal=False)
             parts.append((out[0, :queries], logs[0, :, :queries]))
             if len(parts) == MAX_PARTS:
                 parts = [join(parts)]
     before = last.end - last.begin - queries
     query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)
     query = query.unflatten(0, (-1, last.size))
-    out, logs = _attend_block(inputs, last, query, causal=True)
+    out, logs = _run_block(inputs, last, query, causal=True)
     exact = last.size == queries and long.count * queries == inputs.query.shape[0]
     if exact and not parts and inputs.sinks is None and inputs.lse is None:
         inputs.set_output(out.flatten(0, 1))
@@ -171,7 +175,7 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
         )
 
 
-def _attend_block(
+def _run_block(
     inputs: AttentionInputs, block: Block, query: torch.Tensor, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key, value = _unpack(inputs, block)

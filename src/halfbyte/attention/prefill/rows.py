@@ -119,7 +119,7 @@ def rows_kernel(
 
     Grid: tiles times KV heads times blocks of their query heads, tiles slowest.
 
-    Args, beside those of `attend_rows`:
+    Args, beside those of `run_rows`:
         score_scale: takes dot products to logits times log2(e), or where `capped` to the exponent
             of `exp2` that tanh needs.
         cap: `softcap * log2(e)`.
@@ -215,7 +215,7 @@ def rows_kernel(
         tl.store(lse + tokens * (kv_heads * group) + heads, log, mask=row_live)
 
 
-def attend_rows(
+def run_rows(
     inputs: AttentionInputs,
     key: torch.Tensor,
     value: torch.Tensor,

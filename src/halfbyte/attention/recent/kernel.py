@@ -120,7 +120,7 @@ def recent_kernel(
         sinks: `[heads]`, read where `has_sinks`.
         out: `[tokens, heads, Dv]`, contiguous heads.
         lse: float32 `[tokens, heads]`, natural logs, written where `has_lse`.
-        score_scale, cap: as of `attend_kernel`.
+        score_scale, cap: as of `attention_kernel`.
         reach: a row sees the keys less than `reach` positions before it.
         apart: whether keys of the ring and of the step are processed in separate loops, so that
             loads can be pipelined; a row's sums then depend on its tile.

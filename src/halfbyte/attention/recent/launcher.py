@@ -44,16 +44,14 @@ def launch_options(tiles: Tiles, capability: int) -> dict[str, Any]:
     return options
 
 
-def attend_with_recent(
-    inputs: AttentionInputs, attend_packed: Callable[[AttentionInputs], None]
-) -> None:
+def run_with_recent(inputs: AttentionInputs, run_packed: Callable[[AttentionInputs], None]) -> None:
     """Fill `inputs.out`, and `inputs.lse` where it is not None.
 
     Attention to the pages runs first; its result is then merged in place.
 
     Args:
         inputs: of `paged_attention`, checked, all on one GPU, with `recent`.
-        attend_packed: attends to the pages.
+        run_packed: attends to the pages.
     """
     recent, window = inputs.recent, inputs.sliding_window
     assert recent is not None
@@ -61,7 +59,7 @@ def attend_with_recent(
     if window is None or window > recent.tokens:
         packed_lse = inputs.query.new_empty(inputs.query.shape[:2], dtype=torch.float32)
         packed = replace(inputs.packed, sinks=None, lse=packed_lse, given_out=inputs.given_out)
-        attend_packed(packed)
+        run_packed(packed)
         inputs.set_output(packed.out)
     _join(inputs, recent, packed_lse)
 

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 STORE_BACKENDS: Registry[StoreBackend] = Registry(
     "store backend",
     {
-        "cuda": "halfbyte.kvcache.store.cuda.backend:CudaStore",
+        "cuda": "halfbyte.kvcache.store.cuda.store:CudaStore",
         "triton": "halfbyte.kvcache.store.triton:TritonStore",
         "cpu": "halfbyte.kvcache.store.cpu:CpuStore",
         "reference": "halfbyte.kvcache.store.reference:ReferenceStore",

@@ -20,9 +20,10 @@ from halfbyte.linear.ops import linear_op
 from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
 from halfbyte.linear.w4a16.dequant.launcher import compile_unpack, linear_unpacked
 from halfbyte.linear.w4a16.gemm_sm90.launcher import compile_gemm, gemm_product
-from halfbyte.linear.w4a16.gemm_sm90.plan import gemm_plan
+from halfbyte.linear.w4a16.gemm_sm90.plan import make_plan as make_gemm_plan
 from halfbyte.linear.w4a16.gemv.launcher import compile_gemv, gemv_product
-from halfbyte.linear.w4a16.gemv.plan import MAX_K, Machine, gemv_plan
+from halfbyte.linear.w4a16.gemv.plan import MAX_K, Machine
+from halfbyte.linear.w4a16.gemv.plan import make_plan as make_gemv_plan
 from halfbyte.linear.w4a16.machine import machine_of
 from halfbyte.linear.w4a16.packed_weight import (
     DTYPES,
@@ -44,7 +45,7 @@ _Product = Callable[
 _MAX_GEMV_TOKENS = 192
 """Max M for the GEMV without `wgmma`; beyond it, dequantizing for cuBLAS is faster."""
 _GEMM_MICROSECONDS = 3.5
-"""Fixed cost of `linear_gemm` that its plan does not count, in a CUDA graph on an H200."""
+"""Fixed cost of the GEMM that its plan does not count, in a CUDA graph on an H200."""
 
 
 @linear_op("nvfp4_linear_cuda")
@@ -89,8 +90,8 @@ def _variant(m: int, n: int, k: int, machine: Machine) -> Literal["gemv", "gemm"
     """The variant with the lowest estimated time for m tokens."""
     if machine.capability != 90:
         return "gemv" if m <= _MAX_GEMV_TOKENS else "dequant"
-    gemv = gemv_plan(n, k, m, machine).microseconds(n, k, m, machine)
-    gemm = gemm_plan(n, k, m, machine.num_sms).microseconds(k, m)
+    gemv = make_gemv_plan(n, k, m, machine).microseconds(n, k, m, machine)
+    gemm = make_gemm_plan(n, k, m, machine.num_sms).microseconds(k, m)
     return "gemv" if gemv < gemm + _GEMM_MICROSECONDS else "gemm"
 
 

@@ -13,16 +13,17 @@ from halfbyte.dispatch import Answer, missing_module
 from halfbyte.linear.w4a16.machine import machine_of
 from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op, matrices_of
 from halfbyte.moe.base import MoeConfig
-from halfbyte.moe.cuda.gemm_sm90.launcher import compile_gemm, moe_gemm
+from halfbyte.moe.cuda import launcher as streamed
+from halfbyte.moe.cuda.gemm_sm90 import launcher as gemm
 from halfbyte.moe.cuda.gemm_sm90.plan import MAX_PAIRS, choose_tokens
-from halfbyte.moe.cuda.launcher import compile_experts, moe_cuda, work_of
+from halfbyte.moe.cuda.launcher import work_of
 from halfbyte.moe.cuda.plan import MAX_EXPERTS, SIZE_MULTIPLE, Work, is_small
 from halfbyte.moe.experts import GatedActivation, PackedExperts
 from halfbyte.moe.triton import TritonKernel
 
 _MAX_MEAN_BESIDE_GEMM = 4
-"""Max mean of tokens per expert for which `moe_cuda` runs on SM90. Up to this it was at least as
-fast as `moe_gemm` on an H100, with Qwen3-30B-A3B's and GPT-OSS-20B's experts; with 6 it took 5 to
+"""Max mean of tokens per expert for which `experts.cu` runs on SM90. Up to this it was at least as
+fast as `gemm.cu` on an H100, with Qwen3-30B-A3B's and GPT-OSS-20B's experts; with 6 it took 5 to
 10 % longer."""
 
 
@@ -36,13 +37,13 @@ def nvfp4_moe_cuda(
     topk_weights: torch.Tensor,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """`moe_cuda`, `moe_gemm` or `moe_triton` as an operator."""
+    """The kernels that `_variant` chooses, as an operator."""
     arguments = x, gate_up, down, activation, topk_ids, topk_weights
     if not batch_invariant:
         works = work_of(gate_up, activation), work_of(down, None)
         variant = _variant(topk_ids.numel(), works, x.get_device())
         if variant != "triton":
-            return (moe_cuda if variant == "few" else moe_gemm)(*arguments)
+            return (streamed if variant == "few" else gemm).run(*arguments)
     # Imported here: the registry must not need Triton.
     from halfbyte.moe.triton_launcher import moe_triton
 
@@ -53,7 +54,7 @@ def nvfp4_moe_cuda(
 def _variant(
     num_pairs: int, works: tuple[Work, Work], device: int
 ) -> Literal["few", "gemm", "triton"]:
-    """The kernels for so many pairs: `moe_cuda`, `moe_gemm` or `moe_triton`."""
+    """The kernels for so many pairs: `experts.cu`, `gemm.cu` or Triton's."""
     machine, num_experts = machine_of(device), works[0].num_experts
     tokens = None
     if machine.capability == 90 and num_pairs <= MAX_PAIRS:
@@ -65,7 +66,7 @@ def _variant(
 
 
 class CudaKernel(AsLoadedKernel):
-    """`moe_cuda` for few tokens; for more `moe_gemm` on SM90 and `moe_triton` elsewhere."""
+    """`experts.cu` for few tokens; for more `gemm.cu` on SM90 and Triton elsewhere."""
 
     name: ClassVar[str] = "cuda"
     product = staticmethod(nvfp4_moe_cuda)
@@ -106,7 +107,7 @@ class CudaKernel(AsLoadedKernel):
         if experts.device.type == "cuda":
             gate_up, down = matrices_of(tensors, "gate_up"), matrices_of(tensors, "down")
             device = experts.device.index or 0
-            compile_experts(gate_up, down, experts.activation, self.config.dtype, device)
+            streamed.compile_experts(gate_up, down, experts.activation, self.config.dtype, device)
             if machine_of(device).capability == 90:
-                compile_gemm(gate_up, down, experts.activation, self.config.dtype, device)
+                gemm.compile_gemm(gate_up, down, experts.activation, self.config.dtype, device)
         return tensors

@@ -13,7 +13,7 @@ from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.linear.w4a16.machine import dtype_macros, machine_of
 from halfbyte.moe.as_loaded import Matrices
 from halfbyte.moe.cuda.pairs import DTYPES, Pairs, pairs_of
-from halfbyte.moe.cuda.plan import ProductPlan, Work, max_entries, product_plan, usual_plans
+from halfbyte.moe.cuda.plan import ProductPlan, Work, make_plan, max_entries, usual_plans
 from halfbyte.moe.cuda.sums import compile_sum, sum_results
 from halfbyte.moe.experts import GatedActivation, WeightFormat
 
@@ -30,7 +30,7 @@ class _Params(ctypes.Structure):
     )
 
 
-def moe_cuda(
+def run(
     hidden: torch.Tensor,
     gate_up: Matrices,
     down: Matrices,
@@ -148,7 +148,7 @@ def compile_experts(
 
 @lru_cache(maxsize=4096)
 def _plan(work: Work, m: int, top_k: int, device: int) -> ProductPlan:
-    return product_plan(work, m, top_k, machine_of(device))
+    return make_plan(work, m, top_k, machine_of(device))
 
 
 @lru_cache(maxsize=4096)

@@ -134,7 +134,7 @@ def is_small(num_pairs: int, num_experts: int) -> bool:
     return num_pairs <= min(MAX_PAIRS, MAX_MEAN * num_experts)
 
 
-def product_plan(work: Work, m: int, top_k: int, machine: Machine) -> ProductPlan:
+def make_plan(work: Work, m: int, top_k: int, machine: Machine) -> ProductPlan:
     """The plan for M tokens.
 
     Raises:
@@ -162,5 +162,5 @@ def usual_plans(work: Work, machine: Machine) -> set[ProductPlan]:
     plans = set()
     for mean in _COLUMNS:
         for m in (1, 2, 4, 8, 16):
-            plans.add(product_plan(work, m, max(1, mean * work.num_experts // m), machine))
+            plans.add(make_plan(work, m, max(1, mean * work.num_experts // m), machine))
     return plans

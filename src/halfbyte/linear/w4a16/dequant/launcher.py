@@ -38,7 +38,7 @@ def linear_unpacked(
 ) -> torch.Tensor:
     """x times NVFP4 weights, which are dequantized to x's dtype first.
 
-    Arguments as of `gemv.launcher.linear_gemv`; can be captured in a CUDA graph. The workspace
+    Arguments as of `gemv.launcher.run`; can be captured in a CUDA graph. The workspace
     comes from PyTorch's allocator and is freed after the call, so that layers share it.
     """
     x = box_rows(x)  # the alignment that cuBLAS needs as well

@@ -29,7 +29,7 @@ from halfbyte.linear.w4a16.gemm_sm90.plan import (
     TILES,
     GemmPlan,
     Tile,
-    gemm_plan,
+    make_plan,
     max_sharers,
 )
 from halfbyte.linear.w4a16.packed_weight import TILE_N
@@ -80,7 +80,7 @@ class GemmProduct:
     """Calls with one shape of x; arguments as of `halfbyte.linear.w4a16.gemv.launcher.GemvProduct`.
 
     Args:
-        plan: how to split the work; by default from `gemm_plan`.
+        plan: how to split the work; by default from `make_plan`.
 
     Raises:
         ValueError: the kernel does not support the plan or the size.
@@ -91,7 +91,7 @@ class GemmProduct:
     ) -> None:
         *outer, k = shape
         m = shape.numel() // k
-        plan = plan or gemm_plan(n, k, m, num_sms(device))
+        plan = plan or make_plan(n, k, m, num_sms(device))
         tile, steps = plan.tile, plan.steps(k)
         if max_sharers(plan, steps) > MAX_SHARERS:
             raise ValueError(f"{plan}: more than {MAX_SHARERS} clusters share a tile")
@@ -133,7 +133,7 @@ class GemmProduct:
         row_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The product, as `linear_gemm`."""
+        """The product, as `run`."""
         address, stride = x.data_ptr(), self._k
         if address % 16 or not x.is_contiguous():
             x = box_rows(x)
@@ -161,7 +161,7 @@ class GemmProduct:
         return out[..., : self._n].contiguous() if self._cut_out else out
 
 
-def linear_gemm(
+def run(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
@@ -170,10 +170,10 @@ def linear_gemm(
     n: int,
     plan: GemmPlan | None = None,
 ) -> torch.Tensor:
-    """x times NVFP4 weights; arguments as `halfbyte.linear.w4a16.gemv.launcher.linear_gemv`.
+    """x times NVFP4 weights; arguments as `halfbyte.linear.w4a16.gemv.launcher.run`.
 
     Args:
-        plan: how to split the work; by default from `gemm_plan`.
+        plan: how to split the work; by default from `make_plan`.
 
     Returns:
         `[..., n]`: accumulated in float32, times the global scale, plus the bias, rounded once.

@@ -150,7 +150,7 @@ class GemmPlan(NamedTuple):
         return self.cut_tiles * k * (2 * self.tile.tokens + 2 * self.tile.rows * 9 / 16)
 
 
-def gemm_plan(n: int, k: int, m: int, num_sms: int, tile: Tile | None = None) -> GemmPlan:
+def make_plan(n: int, k: int, m: int, num_sms: int, tile: Tile | None = None) -> GemmPlan:
     """The plan with the lowest estimated time.
 
     Args:
@@ -158,11 +158,11 @@ def gemm_plan(n: int, k: int, m: int, num_sms: int, tile: Tile | None = None) ->
     """
     k = -(-k // TILE_K) * TILE_K
     m = -(-m // STRIP) * STRIP  # rounded up: fewer cached plans
-    return _gemm_plan(n, k, m, num_sms, (tile,) if tile else TILES)
+    return _make_plan(n, k, m, num_sms, (tile,) if tile else TILES)
 
 
 @lru_cache(maxsize=4096)
-def _gemm_plan(n: int, k: int, m: int, num_sms: int, among: tuple[Tile, ...]) -> GemmPlan:
+def _make_plan(n: int, k: int, m: int, num_sms: int, among: tuple[Tile, ...]) -> GemmPlan:
     bounds = {tile: _min_microseconds(tile, n, k, m, num_sms) for tile in among}
     best, best_microseconds = None, inf
     for tile in sorted(among, key=lambda tile: bounds[tile]):

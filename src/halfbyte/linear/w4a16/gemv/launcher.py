@@ -27,8 +27,8 @@ from halfbyte.linear.w4a16.gemv.plan import (
     PLANNED_M,
     UNIT_ROWS,
     GemvPlan,
-    gemv_plan,
     k_blocks,
+    make_plan,
     row_units,
 )
 from halfbyte.linear.w4a16.machine import dtype_macros, machine_of
@@ -79,7 +79,7 @@ class GemvProduct:
         dtype: of x and the result.
         device: index of the GPU.
         batch_invariant: use an order of summation that does not depend on M.
-        plan: how to split the work; by default from `gemv_plan`.
+        plan: how to split the work; by default from `make_plan`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GemvProduct:
         *outer, k = shape
         m = shape.numel() // k
         machine = machine_of(device)
-        self._plan = plan = plan or gemv_plan(n, k, m, machine, batch_invariant)
+        self._plan = plan = plan or make_plan(n, k, m, machine, batch_invariant)
         units = row_units(n)
         self._m, self._n, self._device = m, n, device
         self._out = Memory.contiguous((*outer, n), dtype)
@@ -131,7 +131,7 @@ class GemvProduct:
         row_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The product, as `linear_gemv`."""
+        """The product, as `run`."""
         if self._pad:
             x = torch.nn.functional.pad(x, (0, self._pad))
         address, stride = x.data_ptr(), self._k
@@ -142,7 +142,7 @@ class GemvProduct:
             parts = (weight, weight_scale, row_scale, bias, self._n)
             # Chunks of nearly equal size: a remainder of one token would need another kernel.
             chunks = x.view(self._m, x.shape[-1]).tensor_split(self._chunks)
-            outs = [linear_gemv(chunk, *parts, plan=self._plan) for chunk in chunks]
+            outs = [run(chunk, *parts, plan=self._plan) for chunk in chunks]
             return torch.cat(outs).view(self._out.shape)
         partial = None if self._partial is None else allocate(self._partial, self._device)
         out = allocate(self._out, self._device)
@@ -170,7 +170,7 @@ gemv_product = lru_cache(maxsize=SHAPES)(GemvProduct)
 """Cached per shape."""
 
 
-def linear_gemv(
+def run(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
@@ -189,7 +189,7 @@ def linear_gemv(
         bias: `[n]` of x's dtype, contiguous, or None.
         n: output features.
         batch_invariant: use an order of summation that does not depend on M.
-        plan: how to split the work; by default from `gemv_plan`.
+        plan: how to split the work; by default from `make_plan`.
 
     Returns:
         `[..., n]`: accumulated in float32, times the global scale, plus the bias, rounded once.
@@ -202,7 +202,7 @@ def compile_gemv(packed: PackedWeight, batch_invariant: bool, device: int) -> No
     """Compile every kernel that a weight may need, so that graph capture compiles nothing."""
     machine = machine_of(device)
     n, k = packed.n, packed.k
-    plans = {m: gemv_plan(n, k, m, machine, batch_invariant) for m in PLANNED_M}
+    plans = {m: make_plan(n, k, m, machine, batch_invariant) for m in PLANNED_M}
     variants = {_gemv_macros(plan, n, k, m) for m, plan in plans.items()}
 
     def compile_one(macros: tuple[tuple[str, int], ...]) -> None:

@@ -228,7 +228,7 @@ def k_blocks(k: int) -> int:
     return -(-k // TILE_K)
 
 
-def gemv_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool = False) -> GemvPlan:
+def make_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool = False) -> GemvPlan:
     """The plan with the lowest estimated time.
 
     Args:
@@ -242,12 +242,12 @@ def gemv_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool = 
         ValueError: x does not fit into the GPU's shared memory; cannot happen up to `MAX_K`.
     """
     m = next((rows for rows in PLANNED_M if rows >= m), PLANNED_M[-1])
-    return _gemv_plan(n, k, m, machine, batch_invariant)
+    return _make_plan(n, k, m, machine, batch_invariant)
 
 
 @lru_cache(maxsize=4096)
-def _gemv_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool) -> GemvPlan:
-    """`gemv_plan` for m in `PLANNED_M`, so that a new prompt length hits the cache."""
+def _make_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool) -> GemvPlan:
+    """`make_plan` for m in `PLANNED_M`, so that a new prompt length hits the cache."""
     if not batch_invariant:
         return min(_plans(n, k, m, machine), key=lambda p: p.microseconds(n, k, m, machine))
     plan = _invariant_plan(n, k, machine)

@@ -26,9 +26,9 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
     TOKENS,
     GemmPlan,
     choose_tokens,
+    make_plan,
     max_rows,
     max_tiles,
-    plan_of,
     row_pairs,
     steps,
 )
@@ -77,7 +77,7 @@ class _Sorted(NamedTuple):
     max_tiles: int
 
 
-def moe_gemm(
+def run(
     hidden: torch.Tensor,
     gate_up: Matrices,
     down: Matrices,
@@ -86,7 +86,8 @@ def moe_gemm(
     topk_weights: torch.Tensor,
     tokens: int | None = None,
 ) -> torch.Tensor:
-    """`moe_experts` on SM90 for many tokens, see `gemm.cu`; arguments as of `moe_cuda`.
+    """`moe_experts` on SM90 for many tokens, see `gemm.cu`; arguments as of
+    `halfbyte.moe.cuda.launcher.run`.
 
     Never syncs the GPU; launches and sizes depend on shapes alone, so that a call can be captured
     in a CUDA graph, after `compile_gemm` or a first call. A token's bits do not depend on the
@@ -184,7 +185,7 @@ def _kernel_of(
 ) -> tuple[nvrtc.Kernel, int]:
     """The kernel of a product, and how many of its clusters are resident."""
     machine = machine_of(device)
-    plan = plan_of(work, tokens, machine.block_bytes)
+    plan = make_plan(work, tokens, machine.block_bytes)
     assert plan is not None, "`choose_tokens` has checked it"
     kernel = _gemm_kernel(dtype, plan.macros(work), plan.shared_bytes(work), device)
     return kernel, plan.ctas * machine.num_sms // 2
@@ -223,7 +224,7 @@ def compile_gemm(
     """Compile every kernel that a layer may need, so that graph capture compiles nothing."""
     block_bytes = machine_of(device).block_bytes
     works = work_of(gate_up, activation), work_of(down, None)
-    plans = [(work, plan_of(work, tokens, block_bytes)) for tokens in TOKENS for work in works]
+    plans = [(work, make_plan(work, tokens, block_bytes)) for tokens in TOKENS for work in works]
     possible = [(work, plan) for work, plan in plans if plan is not None]
 
     def compile_one(item: tuple[Work, GemmPlan]) -> None:

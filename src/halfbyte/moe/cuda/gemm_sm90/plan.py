@@ -92,7 +92,7 @@ def row_pairs(work: Work) -> int:
     return -(-work.n // (2 * ROWS))
 
 
-def plan_of(work: Work, tokens: int, block_bytes: int) -> GemmPlan | None:
+def make_plan(work: Work, tokens: int, block_bytes: int) -> GemmPlan | None:
     """The plan of a product with tiles of so many tokens; None if shared memory has no room.
 
     Args:
@@ -132,14 +132,14 @@ def choose_tokens(
     possible = [
         tokens
         for tokens in TOKENS
-        if all(plan_of(work, tokens, block_bytes) is not None for work in works)
+        if all(make_plan(work, tokens, block_bytes) is not None for work in works)
     ]
 
     def microseconds(tokens: int) -> float:
         tiles, column = _mean_tiles(num_pairs, works[0].num_experts, tokens)
         took = 0.0
         for work in works:
-            plan = plan_of(work, tokens, block_bytes)
+            plan = make_plan(work, tokens, block_bytes)
             assert plan is not None, "`possible` has checked it"
             waves = max(1.0, tiles * row_pairs(work) / (num_sms // 2))
             factor = 1.0 if plan.ctas == 1 else _OF_MORE_CTAS

@@ -1,11 +1,16 @@
-"""Launcher of `store.cu`."""
+"""CUDA C++ on NVIDIA GPUs from SM80: recipes that weigh rounding errors, one launch, no sync.
+
+Recipes without weights go to Triton, which stored 8,192 tokens of them faster on an H200
+(`dev/LOG.md`).
+"""
 
 import ctypes
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import num_sms
 from halfbyte.kernels.runtime.parameters import (
@@ -15,11 +20,21 @@ from halfbyte.kernels.runtime.parameters import (
     region_fields,
 )
 from halfbyte.kvcache.recent import RingSlots
-from halfbyte.kvcache.store.base import StoreInputs, global_scale_on
+from halfbyte.kvcache.store.base import (
+    StoreBackend,
+    StoreConfig,
+    StoreInputs,
+    global_scale_on,
+)
 from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
 from halfbyte.layouts.formats import KV_FORMATS
 from halfbyte.numerics.nvfp4 import BLOCK_SIZE
+
+_OLDEST = 80
+_HEAD_SIZES = (64, 128, 256)
+_K_FORMATS = KVCacheDType.where(lambda row: row.recipe)
+_FORMATS = (*_K_FORMATS, *KVCacheDType.where(lambda row: row.fp8))
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Values of the macros `KEY_TYPE`, `VALUE_TYPE` and `FIRST_TYPE`."""
@@ -161,6 +176,42 @@ def _stages(layout: PageLayout) -> int:
 
 
 _TOLERANCE_EXPONENT = int(1 / MATCH_TOLERANCE).bit_length() - 1
+
+
+class CudaStore(StoreBackend):
+    """`store.cu`; compiled with NVRTC at first use."""
+
+    name: ClassVar[str] = "cuda"
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """On SM80 and later, where `cuda-bindings` is installed."""
+        return runs_on_gpu(
+            compute_capability,
+            _OLDEST,
+            lambda: missing_module("cuda.bindings", "comes with PyTorch for CUDA"),
+            "writes NVFP4 pages by recipes that weigh rounding errors",
+        )
+
+    @classmethod
+    def can_implement(cls, config: StoreConfig) -> Answer:
+        """Errors weighed, K in NVFP4, V in NVFP4 or FP8, heads of 64, 128 or 256."""
+        layout = config.layout
+        if not config.weighs_errors:
+            return False, "stores only by recipes that weigh rounding errors, unlike `plain`"
+        if layout.k_dtype not in _K_FORMATS:
+            return False, f"writes K in NVFP4, not {layout.k_dtype}"
+        if layout.head_size not in _HEAD_SIZES or layout.head_size_v % BLOCK_SIZE:
+            return False, (
+                f"takes K of 64, 128 or 256 and V of a multiple of {BLOCK_SIZE}, "
+                f"not {layout.head_size} and {layout.head_size_v}"
+            )
+        return config.answer_of("cuda", _FORMATS)
+
+    @classmethod
+    def store(cls, inputs: StoreInputs) -> None:
+        """See `StoreBackend.store`; slots past the last page are skipped."""
+        store_transformed(inputs)
 
 
 def store_transformed(inputs: StoreInputs) -> None:
