@@ -27,9 +27,10 @@ __device__ __forceinline__ bool sees_first(const Params& p, const WorkItem& item
 }
 #endif
 
-// Which of the recent tokens' rounds a unit takes: the first one of a work item takes all; short ones would wait for it,
-// so the last one takes the odd rounds. (Long ones of a bandwidth-bound step catch up: there the split took 1 to 2 %
-// longer.) Batch-invariant rows must not depend on how many units their sequence has.
+// Which rounds of recent tokens a unit adds. The unit with the work item's first tile adds all. If units are short (up to
+// SHORT_SPAN tiles), that unit would finish last, so the unit with the last tile adds the odd rounds; with long units
+// this made bandwidth-bound steps 1 to 2 % slower. Batch-invariant steps never split: sums must not depend on the number
+// of units.
 struct Rounds {
   bool even, odd;
 
@@ -101,7 +102,7 @@ struct RecentRows {
   // Position of a column's query token.
   __device__ __forceinline__ int position_of(int column) const { return first_query + column / GROUP; }
 
-  // Row of K or V of the token at a position; for one that no column sees, of one that some column sees.
+  // Row of K or V at a position, clamped to begin .. stop - 1; clamped rows are masked later.
   __device__ __forceinline__ const u16* row(int position, const u16* ring, const u16* news, u64 stride_token,
                                             u64 stride_head, int size) const {
     position = max(min(position, stop - 1), begin);
