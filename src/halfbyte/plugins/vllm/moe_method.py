@@ -30,6 +30,7 @@ from halfbyte.plugins.vllm.moe_weights import (
     packed_experts,
     parameters_of,
 )
+from halfbyte.plugins.vllm.unloaded import check_experts, check_gpt_oss, mark_unloaded
 
 logger = logging.getLogger("halfbyte")
 
@@ -91,13 +92,25 @@ class HalfbyteMoeMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: it describes weights for vLLM's kernels."""
 
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """vLLM's parameters, marked so that those that are not loaded can be told."""
+        super().create_weights(layer, *args, **kwargs)
+        if not self._is_dummy and self.vllm_class.__name__ != GPT_OSS_METHOD:
+            mark_unloaded(layer, format_of(self.vllm_class))
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the layer's parameters by those of a kernel of halfbyte's.
 
         Raises:
-            ValueError: the kernel cannot represent the weights exactly; the message names the
-                layer.
+            ValueError: weights are missing or no numbers, or the kernel cannot represent them
+                exactly; the message names the layer.
         """
+        if self._is_dummy:
+            pass
+        elif self.vllm_class.__name__ == GPT_OSS_METHOD:
+            check_gpt_oss(layer, self.moe.moe_parallel_config.tp_rank)
+        else:
+            check_experts(layer, format_of(self.vllm_class))
         experts = packed_experts(self.vllm_class, self.moe, layer, self._is_dummy)
         config = MoeConfig.of(experts, self.moe.in_dtype, batch_invariant())
         self.kernel = init_moe_kernel(config)

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from halfbyte.linear.layer_tensors import StoredScale
 from halfbyte.moe import GPT_OSS, ExpertMatrices, GatedActivation, PackedExperts
 from halfbyte.moe.experts import BLOCK_SIZES, WeightFormat
 from halfbyte.plugins.vllm.linear_kernel import sane_scales
+from halfbyte.plugins.vllm.unloaded import codes_of
 
 GPT_OSS_METHOD = "GptOssMxfp4MoEMethod"
 """vLLM's class for GPT-OSS's own files."""
@@ -95,7 +94,7 @@ def _read_mxfp4(layer: Any, name: str, is_dummy: bool) -> ExpertMatrices:
     scales = getattr(layer, f"{name}_weight_scale").data
     if is_dummy:  # exponents of -15 to 0
         scales = 0x70 + scales % 0x10
-    return ExpertMatrices(_codes(layer, name), scales)
+    return ExpertMatrices(codes_of(layer, name), scales)
 
 
 def _read_nvfp4(layer: Any, name: str, is_dummy: bool) -> ExpertMatrices:
@@ -107,10 +106,4 @@ def _read_nvfp4(layer: Any, name: str, is_dummy: bool) -> ExpertMatrices:
     global_scale = values.decode_weights().reshape(stored.shape[0], -1).to(scales.device)
     if is_dummy:
         scales, global_scale = sane_scales(scales, global_scale)
-    return ExpertMatrices(_codes(layer, name), scales, global_scale)
-
-
-def _codes(layer: Any, name: str) -> torch.Tensor:
-    packed = getattr(layer, f"{name}_weight_packed", None)
-    codes: torch.Tensor = (getattr(layer, f"{name}_weight") if packed is None else packed).data
-    return codes
+    return ExpertMatrices(codes_of(layer, name), scales, global_scale)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from models.zoo import token_ids
 from plugins.vllm.engine.engines import (
@@ -57,6 +58,28 @@ def test_experts_equal_halfbyte_s_engine(tmp_path: Path, name: str) -> None:
         assert_our_experts(llm, "cpu", "mxfp4" if name == "gpt-oss" else "nvfp4")
         found = generate(llm, PROMPTS, 16)
     assert_same_tokens(found, expected, PROMPTS, folder, **PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("gpt-oss", "layers.1.mlp.experts.down_proj_scales", "w2_weight_scale of all experts"),
+        pytest.param(
+            *("qwen3-modelopt", "layers.1.mlp.experts.2.up_proj.weight_scale"),
+            "expert 2: up_proj's block scales are missing",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_missing_tensor_is_refused(tmp_path: Path, name: str, tensor: str, message: str) -> None:
+    folder = MAKE[name](tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    (missing,) = [found for found in tensors if found.endswith(tensor)]
+    del tensors[missing]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(Exception, match=f"layers.1.*{message}"), engine(folder):
+        pass
 
 
 @pytest.mark.slow

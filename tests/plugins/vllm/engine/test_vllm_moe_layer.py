@@ -1,7 +1,7 @@
 """A single vLLM MoE layer on halfbyte's kernels: ranks, scales and errors."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -87,8 +87,18 @@ def make_layer(
         return make_moe(**{**defaults, **parallel, **options}).routed_experts
 
 
-def load(layer: Any, experts: PackedExperts) -> None:
-    """Load with vLLM's loader, which slices each tensor for this rank."""
+def load(
+    layer: Any,
+    experts: PackedExperts,
+    is_loaded: Callable[[int, str, str], bool] = lambda *_: True,
+    change: Callable[[], None] = lambda: None,
+) -> None:
+    """Load with vLLM's loader, which slices each tensor for this rank.
+
+    Args:
+        is_loaded: whether a tensor is there, by expert, shard and name.
+        change: called between loading and processing.
+    """
     half = experts.intermediate_size
     for expert in range(experts.num_experts):
         for shard, matrices, rows, part in (
@@ -103,8 +113,11 @@ def load(layer: Any, experts: PackedExperts) -> None:
                 ("weight_scale", matrices.scales[expert, rows]),
                 ("weight_scale_2", matrices.global_scale[expert, part]),
             ):
+                if not is_loaded(expert, shard, suffix):
+                    continue
                 parameter = getattr(layer, f"{name}_{suffix}")
                 layer.weight_loader(parameter, tensor, f"{name}_{suffix}", shard, expert)
+    change()
     layer.quant_method.process_weights_after_loading(layer)
 
 
@@ -263,3 +276,44 @@ def test_activations_are_not_quantized(caplog: pytest.LogCaptureFixture) -> None
     config.moe_activation_override = "nvfp4_per_token"
     with pytest.raises(ValueError, match="moe on: an activation format in --quantization-config"):
         make_layer(quant_config=config)
+
+
+@pytest.mark.parametrize(
+    ("without", "changed", "message"),
+    [
+        ((2, "", ""), None, r"expert 2: gate_proj's codes are missing \(and 1 more\)"),
+        ((2, "w3", "weight"), None, "expert 2: up_proj's codes are missing$"),
+        ((2, "w2", "weight_scale"), None, "expert 2: down_proj's block scales are missing"),
+        ((4, "w1", "weight_scale_2"), None, "expert 4: gate_proj's global scale is missing"),
+        (None, ("w13_weight_scale", 0x7F), "expert 1: gate_proj's block scales .* NaN"),
+        (None, ("w2_weight_scale_2", 0.0), "expert 1: down_proj's global scale .* positive"),
+    ],
+)
+def test_weights_that_are_missing_or_no_numbers_are_refused(
+    without: Any, changed: Any, message: str
+) -> None:
+    layer = make_layer()
+
+    def is_loaded(expert: int, shard: str, suffix: str) -> bool:
+        if without is None or expert != without[0]:
+            return True
+        return without[1] not in ("", shard) or without[2] not in ("", suffix)
+
+    def change() -> None:
+        if changed is not None:
+            name, value = changed
+            tensor = getattr(layer, name).data
+            rows = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+            rows.view(E, -1)[1, 0] = value
+
+    with pytest.raises(ValueError, match=f"^model.layers.0.mlp.experts.*: {message}"):
+        load(layer, random_experts(E, H, I), is_loaded, change)
+
+
+def test_missing_weights_of_a_rank_s_experts_have_the_model_s_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ranks_of(monkeypatch, use_ep=True, ep_size=2, ep_rank=1):
+        layer = make_layer()
+    with pytest.raises(ValueError, match="expert 4: gate_proj's codes are missing"):
+        load(layer, random_experts(E, H, I), lambda expert, *_: expert != 4)
