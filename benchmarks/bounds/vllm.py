@@ -14,8 +14,8 @@ _WHY = {
 }
 
 _WHY_BALANCED = (
-    "decode takes 20 us more per layer on an H200 (recipe_speed); the rest is not explained. 1.21 on "
-    "another machine (vllm_step_balanced)"
+    "decode takes 20 us more per layer on an H200 (recipe_speed); the rest is not explained. 1.21 "
+    "on another machine (vllm_step_balanced)"
 )
 
 
@@ -50,7 +50,7 @@ _EXPERTS_MAX_MS = {"1x2048": 2.9, "16x1024": 5.5, "64x4096": 8.5, "128x1024": 8.
 _WHY_EXPERTS = {
     "16x1024": "at 16 tokens the experts are read at 0.73 of the read rate (moe)",
     "64x4096": "at 64 tokens the experts are read at 0.72 of the read rate (moe)",
-    "128x1024": "128 tokens went to the kernel for few, which is no longer so",
+    "128x1024": "this run used the streaming kernel at 128 tokens; `cuda` now chooses the wgmma GEMM",
 }
 
 

@@ -15,7 +15,7 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
     SORT_THREADS,
     TOKENS,
     WIDTHS,
-    GemmPlan,
+    MoeGemmPlan,
     choose_tokens,
     make_plan,
     max_rows,
@@ -56,7 +56,7 @@ def test_stages_in_flight_cover_the_latency() -> None:
 
 
 def test_large_sizes_leave_less_room() -> None:
-    assert make_plan(MIXTRAL[1], 64, BLOCK_BYTES) == GemmPlan(64, 8, 1)
+    assert make_plan(MIXTRAL[1], 64, BLOCK_BYTES) == MoeGemmPlan(64, 8, 1)
     assert make_plan(MIXTRAL[1], 256, BLOCK_BYTES) is None
     tokens = choose_tokens(MIXTRAL, 2**16, BLOCK_BYTES, NUM_SMS)
     assert tokens is not None

@@ -23,7 +23,7 @@ from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
-from halfbyte.plugins.vllm.loading import accept_shard_ids
+from halfbyte.plugins.vllm.kv_scale_loader_fix import accept_shard_ids
 from halfbyte.plugins.vllm.metadata import HalfbyteMetadata
 from halfbyte.plugins.vllm.options import LastModel
 from halfbyte.plugins.vllm.recent import ring_slots, ring_tokens

@@ -84,7 +84,7 @@ class _Params(ctypes.Structure):
     )
 
 
-class Variant(NamedTuple):
+class StoreVariant(NamedTuple):
     """What `store.cu` is compiled for, in addition to the layout."""
 
     key_dtype: torch.dtype
@@ -257,7 +257,7 @@ def store_transformed(inputs: StoreInputs) -> None:
         else:
             setattr(params, f"{name}_number", scale)
     fill = _blocks(layout, num_slots) / (_BLOCKS_PER_SM * num_sms(pages.get_device()) or 1)
-    variant = Variant(
+    variant = StoreVariant(
         key.dtype,
         value.dtype,
         *_bind_transform(arguments, transform, layout),
@@ -285,7 +285,7 @@ _RING_NAMES = ("ring_keys", "ring_values", "ring_rows", "ring_owners", "ring_slo
 def _bind_transform(
     arguments: KernelArguments, transform: KVTransform, layout: PageLayout
 ) -> tuple[torch.dtype | None, bool, int, bool, bool]:
-    """Bind the transform's tensors; returns `Variant`'s fields from `first_dtype` on."""
+    """Bind the transform's tensors; returns `StoreVariant`'s fields from `first_dtype` on."""
     tables, first = transform.mean_tables, transform.first_keys
     if tables is not None:
         names = ("cos", "sin", "mean", "partner_mean")
@@ -335,7 +335,7 @@ def _share_dtypes(recent: RingSlots, key: torch.Tensor, value: torch.Tensor) -> 
 
 
 @lru_cache(maxsize=256)
-def _kernel(layout: PageLayout, variant: Variant, device: int) -> Any:
+def _kernel(layout: PageLayout, variant: StoreVariant, device: int) -> Any:
     macros = tuple(variant.macros(layout).items())
     entries = (("store", variant.shared_bytes(layout)),)
     return nvrtc.load("kvcache/store/cuda/store.cu", macros, entries, device)["store"]
