@@ -33,17 +33,16 @@ from halfbyte.numerics.nvfp4 import BLOCK_SIZE
 
 _OLDEST = 80
 _HEAD_SIZES = (64, 128, 256)
-_K_FORMATS = KVCacheDType.where(lambda row: row.recipe)
-_FORMATS = (*_K_FORMATS, *KVCacheDType.where(lambda row: row.fp8))
+_V_KINDS = {
+    KVCacheDType(name): row.cuda_store_id
+    for name, row in KV_FORMATS.items()
+    if row.cuda_store_id is not None
+}
+"""Formats of V, and their values of the macro `V_KIND`."""
+_K_FORMATS = tuple(dtype for dtype in _V_KINDS if dtype.is_nvfp4)
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Values of the macros `KEY_TYPE`, `VALUE_TYPE` and `FIRST_TYPE`."""
-_V_KINDS = {
-    KVCacheDType(name): 6 if row.recipe == "four_over_six" else row.cuda_id
-    for name, row in KV_FORMATS.items()
-    if row.cuda_id is not None and row.is_quantized
-}
-"""Values of the macro `V_KIND`: unlike readers, a writer must tell the recipes apart."""
 _BY_BLOCK, _BY_ROW, _BY_TILE = 1, 2, 3
 _WARPS = {_BY_BLOCK: 4, _BY_ROW: 4, _BY_TILE: 2}
 _TILE = 32
@@ -206,7 +205,7 @@ class CudaStore(StoreBackend):
                 f"takes K of 64, 128 or 256 and V of a multiple of {BLOCK_SIZE}, "
                 f"not {layout.head_size} and {layout.head_size_v}"
             )
-        return config.answer_of("cuda", _FORMATS)
+        return config.answer_of("cuda", _V_KINDS)
 
     @classmethod
     def store(cls, inputs: StoreInputs) -> None:
