@@ -201,6 +201,18 @@ def test_functions_are_short_and_take_few_arguments() -> None:
     assert greedy == set(MANY_POSITIONAL)
 
 
+def test_launches_of_kernels_name_their_arguments() -> None:
+    """In `kernel[grid](...)`; the shortest calls may give them by position."""
+    found = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}"
+        for file, node in _nodes(ast.Call)
+        if isinstance(node.func, ast.Subscript)
+        and ast.unparse(node.func.value).endswith("kernel")
+        and (len(node.args) > POSITIONAL or any(isinstance(x, ast.Starred) for x in node.args))
+    ]
+    assert found == []
+
+
 def test_frozen_dataclasses_are_not_written_once_they_are_made() -> None:
     makers = {"__init__", "__post_init__"}
     makers_of_own = {
