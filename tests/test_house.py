@@ -56,7 +56,6 @@ and may be longer."""
 POSITIONAL = 8
 """Max parameters that a caller may give by position."""
 MANY_POSITIONAL = {
-    "kernels/cpu/store.py store_tokens_cpu": "below the layer that has `StoreInputs`",
     "kvcache/quant_methods/base.py quantize_and_store": "SGLang's signature",
     "models/attention_functions.py engine_attention": "transformers' signature",
     "models/attention_functions.py generate_attention": "transformers' signature",
