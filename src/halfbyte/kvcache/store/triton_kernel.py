@@ -173,7 +173,9 @@ def store_tokens(inputs: StoreInputs) -> None:
         inputs.recent.write(key, value)
     if num_slots == 0:
         return
-    geometry = _aligned_geometry(pages, layout)
+    layout.check_alignment(pages)
+    stride = page_stride(pages)
+    geometry = _geometry(layout, (pages.data_ptr() | stride) % 4 == 0)
     k_global = global_scale_on(pages.device, "k_scale", inputs.k_scale, layout.k_dtype)
     v_global = global_scale_on(pages.device, "v_scale", inputs.v_scale, layout.v_dtype)
     launch = _launch(inputs, num_slots * geometry.rows_per_token)
@@ -187,7 +189,7 @@ def store_tokens(inputs: StoreInputs) -> None:
             v_scale=v_global,
             num_slots=num_slots,
             capacity=pages.shape[0] * layout.block_size,
-            page_stride=page_stride(pages),
+            page_stride=stride,
             slot_stride=slot_mapping.stride(0),
             key_stride_token=key.stride(0),
             key_stride_head=key.stride(1),
@@ -209,19 +211,6 @@ def store_tokens(inputs: StoreInputs) -> None:
             **overlap_options(pages.get_device()),
             **launch.arguments,
         )
-
-
-def _aligned_geometry(pages: torch.Tensor, layout: PageLayout) -> "_Geometry":
-    """Raises ValueError for pages whose alignment does not suit the formats."""
-    stride = page_stride(pages)
-    misaligned = pages.data_ptr() | stride
-    geometry = _geometry(layout, misaligned % 4 == 0)
-    if misaligned % geometry.itemsize:
-        raise ValueError(
-            f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples "
-            f"of {geometry.itemsize} bytes for K in {layout.k_dtype} and V in {layout.v_dtype}"
-        )
-    return geometry
 
 
 def _launch(inputs: StoreInputs, num_rows: int) -> _Launch:
@@ -331,8 +320,6 @@ class _Geometry(NamedTuple):
     key_offsets: tuple[int, int]
     """Bytes of the page before the data and before the scales."""
     value_offsets: tuple[int, int]
-    itemsize: int
-    """Bytes of the largest stored float; 1 where there is none."""
     rows_per_token: int
     """Rows of K or V, whichever has more."""
 
@@ -346,7 +333,6 @@ def _geometry(layout: PageLayout, pages_aligned: bool) -> _Geometry:
         value,
         key_offsets,
         value_offsets,
-        max(layout.k_dtype.storage_dtype.itemsize, layout.v_dtype.storage_dtype.itemsize),
         layout.num_kv_heads * -(-max(layout.head_size, layout.head_size_v) // ROW),
     )
 
