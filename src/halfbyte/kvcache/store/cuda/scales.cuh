@@ -141,7 +141,7 @@ __device__ __forceinline__ int exact_scale(const float* x, const Weights& weight
   return ratio == ratio ? best : NAN_SCALE;
 }
 
-// The byte with the smallest error; NAN_SCALE for NaN. A whole warp comes here.
+// The byte with the smallest error; NAN_SCALE for NaN. Called by a whole warp.
 template <bool EASY>
 __device__ __forceinline__ int best_scale(const float* x, const Weights& weights, float amax, float g) {
   if (FEW || !EASY) return exact_scale<EASY>(x, weights, amax, g);
@@ -221,7 +221,7 @@ __device__ __forceinline__ Encoded encode_as_format(const float* x, float g) {
   return {words, amax == 0.0f ? 0 : six.byte};
 }
 
-// A block with the scale of smallest weighted error, each value rounded alone. A whole warp comes here.
+// A block with the scale of smallest weighted error, each value rounded alone. Called by a whole warp.
 template <bool EASY>
 __device__ __forceinline__ Encoded encode_weighted(const float* x, const Weights& weights, float g) {
   const float amax = amax_of<BLOCK>(x);
