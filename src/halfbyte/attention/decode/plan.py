@@ -101,14 +101,14 @@ def plan_of(inputs: AttentionInputs, recipe: RecipeVariant) -> DecodePlan:
     """`make_plan`, cached for all layers that share `inputs.plans`."""
     num_tokens, num_heads, _ = inputs.query.shape
     key = _PlanKey(
-        inputs.layout,
-        num_heads,
-        num_tokens,
-        inputs.block_tables.shape[1],
-        inputs.sliding_window,
-        inputs.batch_invariant,
-        recipe,
-        inputs.query.device,
+        layout=inputs.layout,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        max_pages=inputs.block_tables.shape[1],
+        sliding_window=inputs.sliding_window,
+        batch_invariant=inputs.batch_invariant,
+        recipe=recipe,
+        device=inputs.query.device,
     )
     return inputs.plans.get(key, lambda: make_plan(inputs, recipe))
 

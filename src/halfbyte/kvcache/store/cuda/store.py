@@ -99,7 +99,7 @@ class StoreVariant(NamedTuple):
     ring: bool
     in_words: bool
     """Whether codes begin at multiples of four bytes."""
-    few: bool = False
+    small_grid: bool = False
     """Whether the launch does not fill the GPU. All blocks are then rounded by the slow definition,
     because one warp that needed it would delay the whole launch."""
 
@@ -138,7 +138,7 @@ class StoreVariant(NamedTuple):
     def macros(self, layout: PageLayout) -> dict[str, int | None]:
         """Macros that `store.cu` is compiled with."""
         of_regions = region_fields(layout)
-        by_block = 5 if self.k_weighted and not self.few else 4
+        by_block = 5 if self.k_weighted and not self.small_grid else 4
         ctas_per_sm = {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: 6}[self.by]
         return {
             "HEAD_SIZE": layout.head_size,
@@ -164,7 +164,7 @@ class StoreVariant(NamedTuple):
             "WARPS": _WARPS[self.by],
             "STAGES": _stages(layout),
             "CTAS_PER_SM": ctas_per_sm,
-            "FEW": int(self.few),
+            "SMALL_GRID": int(self.small_grid),
         }
 
 
@@ -263,7 +263,7 @@ def store_transformed(inputs: StoreInputs) -> None:
         by=_unit(transform, num_slots * layout.num_kv_heads, pages.get_device()),
         ring=ring,
         in_words=(pages.data_ptr() | params.page_stride) % 4 == 0,
-        few=fill < 1,
+        small_grid=fill < 1,
     )
     params.tokens = tokens = max(1, min(_MAX_TOKENS, int(fill)))
     params.k_ctas = variant.k_ctas(layout, num_slots, tokens)
