@@ -217,7 +217,7 @@ def packed_on_gpu(n: int, k: int) -> tuple[Any, torch.Tensor, torch.Tensor, torc
 
 def cuts() -> None:
     """Tiles of `gemm_sm90/gemm.cu`, whole and cut, with more steps than its ring has places."""
-    from halfbyte.linear.w4a16.gemm_sm90.launcher import run
+    from halfbyte.linear.w4a16.gemm_sm90.launcher import gemm_product
     from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan
 
     if torch.cuda.get_device_capability() != (9, 0):
@@ -231,7 +231,8 @@ def cuts() -> None:
         for clusters, cut in ((tiles, 0), (tiles + 1, tiles), (3 * tiles, tiles)):
             print("cuts", tile, clusters, cut, flush=True)
             plan = GemmPlan(tile, tiles, clusters, cut)
-            out = run(x.cuda(), weight, scale, rows, bias.cuda(), n, plan)
+            product = gemm_product(x.shape, n, x.dtype, 0, plan)
+            out = product(x.cuda(), weight, scale, rows, bias.cuda())
             error = (out.cpu().double() - exact).abs().max()
             assert error <= 0.01 * exact.abs().max()
 

@@ -1,4 +1,4 @@
-"""The rules of the house: imports point down, files and functions are short, nothing is hidden."""
+"""Rules of the tree: imports point down, files and functions are short, nothing is hidden."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "halfbyte"
-FLOORS = {
+LAYERS = {
     "cli": 9,
     "evaluation": 8,
     "bench": 8,
@@ -40,7 +40,7 @@ FLOORS = {
     "__main__": 10,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
-DOOR = PACKAGE / "__init__.py"
+ROOT = PACKAGE / "__init__.py"
 """Imports the public names when they are used, so that every layer may import its version."""
 
 FILE_LINES, MEDIAN_LINES = 400, 130
@@ -48,6 +48,8 @@ LONG_FILES = {
     "kernels/cpu/attention/attend.cpp": "one item of attention: all works on the same buffers",
     "attention/decode/decode_wgmma.cu": "one kernel: its warps share registers and barriers",
 }
+CUDA_SOURCES = sorted(path for path in PACKAGE.rglob("*.cu*") if path.suffix in (".cu", ".cuh"))
+_INCLUDE = re.compile(r'^ *# *include +"(.*)"', re.MULTILINE)
 BENCH_LINES = 800
 TEST_NAME_LETTERS = 60
 BODY_LINES = 60
@@ -56,7 +58,6 @@ and may be longer."""
 POSITIONAL = 8
 """Max parameters that a caller may give by position."""
 MANY_POSITIONAL = {
-    "kernels/cpu/store.py store_tokens_cpu": "below the layer that has `StoreInputs`",
     "kvcache/quant_methods/base.py quantize_and_store": "SGLang's signature",
     "models/attention_functions.py engine_attention": "transformers' signature",
     "models/attention_functions.py generate_attention": "transformers' signature",
@@ -70,12 +71,12 @@ def _tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
-def _room(parts: tuple[str, ...]) -> str:
+def _package(parts: tuple[str, ...]) -> str:
     return parts[0].removesuffix(".py")
 
 
 def _imported_files(file: Path) -> set[Path]:
-    """Of the package without `DOOR`, also those that only types need, or that a function
+    """Of the package without `ROOT`, also those that only types need, or that a function
     imports."""
     found: set[Path] = set()
     for node in ast.walk(_tree(file)):
@@ -86,7 +87,7 @@ def _imported_files(file: Path) -> set[Path]:
             assert node.level == 0, f"{file}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         found |= {_file(name) for name in names if name.split(".")[0] == "halfbyte"}
-    return found - {DOOR}
+    return found - {ROOT}
 
 
 def _file(name: str) -> Path:
@@ -97,15 +98,48 @@ def _file(name: str) -> Path:
     return next(path for pair in candidates for path in pair if path.is_file())
 
 
-def _imported_rooms(file: Path) -> set[str]:
-    return {_room(path.relative_to(PACKAGE).parts) for path in _imported_files(file)}
+def _imported_packages(file: Path) -> set[str]:
+    return {_package(path.relative_to(PACKAGE).parts) for path in _imported_files(file)}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_imports_point_down_never_sideways(file: Path) -> None:
-    room = _room(file.relative_to(PACKAGE).parts)
-    for imported in _imported_rooms(file) - {room}:
-        assert FLOORS[imported] < FLOORS[room], f"{room} must not import {imported}"
+    package = _package(file.relative_to(PACKAGE).parts)
+    for imported in _imported_packages(file) - {package}:
+        assert LAYERS[imported] < LAYERS[package], f"{package} must not import {imported}"
+
+
+def test_cuda_sources_include_from_their_own_or_lower_layers() -> None:
+    found = [
+        f"{source.relative_to(PACKAGE)} must not include {name}"
+        for source in CUDA_SOURCES
+        for name in _INCLUDE.findall(source.read_text())
+        if not _may_include(_package(source.relative_to(PACKAGE).parts), name)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "may"),
+    [
+        ("moe", "linear/w4a16/values.cuh", True),
+        ("moe", "moe/cuda/values.cuh", True),
+        ("linear", "moe/cuda/values.cuh", False),
+        ("attention", "linear/w4a16/values.cuh", False),
+        ("kernels", "attention/decode/formats.cuh", False),
+        ("moe", "cuda/values.cuh", False),
+    ],
+)
+def test_layers_of_includes(package: str, name: str, may: bool) -> None:
+    assert _may_include(package, name) is may
+
+
+def _may_include(package: str, name: str) -> bool:
+    """Whether sources of a package may include a file, named by its path in `halfbyte`."""
+    included = name.split("/")[0]
+    if included not in LAYERS or not (PACKAGE / name).is_file():
+        return False
+    return included == package or LAYERS[included] < LAYERS[package]
 
 
 def test_files_do_not_import_one_another_in_a_circle() -> None:
@@ -113,10 +147,10 @@ def test_files_do_not_import_one_another_in_a_circle() -> None:
 
 
 def test_every_package_has_a_layer_and_a_sentence() -> None:
-    rooms = {_room(file.relative_to(PACKAGE).parts) for file in FILES}
+    packages = {_package(file.relative_to(PACKAGE).parts) for file in FILES}
     structure = (PACKAGE.parents[1] / "docs" / "structure.md").read_text()
-    assert rooms == set(FLOORS)
-    assert [room for room in rooms if f"`{room}" not in structure] == []
+    assert packages == set(LAYERS)
+    assert [package for package in packages if f"`{package}" not in structure] == []
 
 
 def test_import_touches_neither_cuda_nor_transformers() -> None:
@@ -199,6 +233,18 @@ def test_functions_are_short_and_take_few_arguments() -> None:
             greedy.add(place)
     assert long == []
     assert greedy == set(MANY_POSITIONAL)
+
+
+def test_launches_of_kernels_name_their_arguments() -> None:
+    """In `kernel[grid](...)`; the shortest calls may give them by position."""
+    found = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}"
+        for file, node in _nodes(ast.Call)
+        if isinstance(node.func, ast.Subscript)
+        and ast.unparse(node.func.value).endswith("kernel")
+        and (len(node.args) > POSITIONAL or any(isinstance(x, ast.Starred) for x in node.args))
+    ]
+    assert found == []
 
 
 def test_frozen_dataclasses_are_not_written_once_they_are_made() -> None:

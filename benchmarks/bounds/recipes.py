@@ -55,7 +55,10 @@ _OF_PLAIN = {
     "store 8192": 1.5,
 }
 """Max time of `balanced`, relative to `plain`, whose store chooses between two scales."""
-_LATENCY = "what a warp needs beside its pages is waited for; 1.01 to 1.06 on an H100"
+_LATENCY = (
+    "before its first tile a warp waits for tables, means and the last tokens; 1.01 to 1.06 on an "
+    "H100, before the prefetches (recipe_speed_h100)"
+)
 _SLOWER = {
     "decode 64 x 8192": _LATENCY,
     "decode 8 x 32768": _LATENCY,

@@ -16,7 +16,7 @@ from halfbyte.attention import (
     registry,
 )
 from halfbyte.attention.paged import plan
-from halfbyte.attention.prefill import dense
+from halfbyte.attention.prefill import key_ranges
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.kvcache import STORE_BACKENDS
 from halfbyte.kvcache.store import cpu as cpu_store
@@ -114,7 +114,7 @@ def test_kernels_leave_unknown_formats_to_the_reference(
 ) -> None:
     """As for a new format: here a known format is removed from their lists."""
     known = [dtype for dtype in KVCacheDType if dtype not in ("auto", "mxfp4")]
-    for module in (cpu, dense, plan, cpu_store, triton_store):
+    for module in (cpu, key_ranges, plan, cpu_store, triton_store):
         monkeypatch.setattr(module, "FORMATS", known)
     names = {"k_dtype": "nvfp4", "v_dtype": "nvfp4", side: "mxfp4"}
     layout = PageLayout(names["k_dtype"], names["v_dtype"], 64, None, 8, 16)

@@ -98,7 +98,7 @@ from halfbyte.kernels.cpu import library
 from halfbyte.kvcache.store.cuda import store
 from halfbyte.layouts import KVCacheDType, PageLayout
 
-for known in (library.FORMATS, formats.FORMATS, variant._KINDS, store._FORMATS):
+for known in (library.FORMATS, formats.FORMATS, variant._KINDS, store._V_KINDS):
     assert KVCacheDType.NVFP4 in known and "{NAME}" not in known
 layout = PageLayout("nvfp4", "{NAME}", 64, None, 2, 16)
 print(variant.unsupported_reason(layout, torch.bfloat16))

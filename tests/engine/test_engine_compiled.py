@@ -23,7 +23,7 @@ PARAMS = [SamplingParams(temperature=0.0, max_tokens=3 + 2 * i, ignore_eos=True)
 KINDS = {"gemma2": 2, "gemma3_text": 2, "gpt_oss": 2}
 """Kinds of layers: with a window and without."""
 EXPERTS = ("gpt_oss", "qwen3_moe")
-"""Whose experts in float32 may have no kernel that can be captured."""
+"""Models whose float32 experts may use a backend that graphs cannot capture."""
 
 
 class Counting:

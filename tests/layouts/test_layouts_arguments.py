@@ -1,4 +1,4 @@
-"""Checks of arguments that all rooms share."""
+"""Checks of arguments that all layers share."""
 
 import math
 from typing import Any

@@ -121,7 +121,6 @@ def test_ids_of_cuda_kernels() -> None:
         "nvfp4_4over6": 6,
     }
     assert store._K_FORMATS == ("nvfp4", "nvfp4_4over6")
-    assert store._FORMATS == ("nvfp4", "nvfp4_4over6", "fp8_e4m3", "fp8_e5m2")
 
 
 def test_formats_share_an_id_only_where_they_share_a_decoder() -> None:

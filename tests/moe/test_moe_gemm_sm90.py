@@ -15,7 +15,7 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
     SORT_THREADS,
     TOKENS,
     WIDTHS,
-    GemmPlan,
+    MoeGemmPlan,
     choose_tokens,
     make_plan,
     max_rows,
@@ -56,7 +56,7 @@ def test_stages_in_flight_cover_the_latency() -> None:
 
 
 def test_large_sizes_leave_less_room() -> None:
-    assert make_plan(MIXTRAL[1], 64, BLOCK_BYTES) == GemmPlan(64, 8, 1)
+    assert make_plan(MIXTRAL[1], 64, BLOCK_BYTES) == MoeGemmPlan(64, 8, 1)
     assert make_plan(MIXTRAL[1], 256, BLOCK_BYTES) is None
     tokens = choose_tokens(MIXTRAL, 2**16, BLOCK_BYTES, NUM_SMS)
     assert tokens is not None
@@ -120,11 +120,11 @@ def test_the_number_of_pairs_selects() -> None:
     for machine, many in ((H200, "gemm"), (RTX_3090, "triton")):
         variant.cache_clear()
         with patch.object(kernel, "machine_of", lambda device, machine=machine: machine):
-            assert variant(64 * 8, QWEN, 0) == "few"
-            assert variant(32 * 4, GPT, 0) == "few"
-            assert variant(65 * 8, QWEN, 0) == ("gemm" if machine is H200 else "few")
-            assert variant(33 * 4, GPT, 0) == ("gemm" if machine is H200 else "few")
-            assert variant(128 * 8, QWEN, 0) == ("gemm" if machine is H200 else "few")
+            assert variant(64 * 8, QWEN, 0) == "streaming"
+            assert variant(32 * 4, GPT, 0) == "streaming"
+            assert variant(65 * 8, QWEN, 0) == ("gemm" if machine is H200 else "streaming")
+            assert variant(33 * 4, GPT, 0) == ("gemm" if machine is H200 else "streaming")
+            assert variant(128 * 8, QWEN, 0) == ("gemm" if machine is H200 else "streaming")
             assert variant(129 * 8, QWEN, 0) == many
             assert variant(MAX_PAIRS, QWEN, 0) == many
             assert variant(MAX_PAIRS + 1, QWEN, 0) == "triton"

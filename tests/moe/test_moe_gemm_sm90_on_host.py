@@ -14,7 +14,7 @@ from halfbyte.linear.w4a16.gemv.plan import Machine
 from halfbyte.moe import PackedExperts
 from halfbyte.moe.cuda import sums
 from halfbyte.moe.cuda.gemm_sm90 import launcher
-from halfbyte.moe.cuda.gemm_sm90.plan import GemmPlan
+from halfbyte.moe.cuda.gemm_sm90.plan import MoeGemmPlan
 from halfbyte.moe.cuda.pairs import pairs_of
 from halfbyte.moe.cuda.plan import Work
 from halfbyte.moe.experts import WeightFormat
@@ -104,8 +104,8 @@ def test_rings_that_go_round(slots: int) -> None:
     """A stage or a tile's block scales are not overwritten while they are still read."""
     arguments = case("mxfp4-limited", 40, 2)
 
-    def small_plan(work: Work, tokens: int, block_bytes: int) -> GemmPlan:
-        return GemmPlan(tokens, 4, slots)
+    def small_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan:
+        return MoeGemmPlan(tokens, 4, slots)
 
     with patch.object(launcher, "make_plan", small_plan):
         for _ in range(2):

@@ -14,10 +14,23 @@ from halfbyte.dispatch import Answer
 from halfbyte.kernels.cpu.library import FLOATS, FORMATS, is_built, library, pack_layout
 from halfbyte.kvcache.recent import RecentInputs, packed_part
 
-_CALL = struct.Struct("10P5q8i4f")
-"""`Call` of the source."""
 _RECENT = struct.Struct("6P4q4i")
 """`Recent` of the source."""
+
+
+class _Call(ctypes.Structure):
+    """`Call` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "pages", "query_start_loc", "seq_lens")),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "sinks", "out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("transform", "recent")),
+        *((name, ctypes.c_int64) for name in ("page_stride", "query_token", "query_head")),
+        *((name, ctypes.c_int64) for name in ("out_token", "out_head")),
+        *((name, ctypes.c_int32) for name in ("query_format", "out_format", "num_seqs")),
+        *((name, ctypes.c_int32) for name in ("max_pages", "heads", "window", "threads", "unused")),
+        *((name, ctypes.c_float) for name in ("softmax_scale", "k_global", "v_global", "softcap")),
+    )
 
 
 def run(inputs: AttentionInputs) -> None:
@@ -46,33 +59,35 @@ def run(inputs: AttentionInputs) -> None:
         lengths, window = packed_part(recent.tokens, lengths, window)
     float_sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
     transform = None if inputs.transform is None else inputs.transform.for_cpu
-    call = _CALL.pack(
-        query.data_ptr(),
-        inputs.pages.data_ptr(),
-        starts.data_ptr(),
-        lengths.data_ptr(),
-        tables.data_ptr(),
-        0 if float_sinks is None else float_sinks.data_ptr(),
-        result.data_ptr(),
-        0 if inputs.lse is None else inputs.lse.data_ptr(),
-        0 if transform is None else transform.address,
-        0 if recent_call is None else recent_call.address,
-        inputs.pages.stride(0),
-        *query.stride()[:2],
-        *result.stride()[:2],
-        FLOATS[query.dtype],
-        FLOATS[result.dtype],
-        *tables.shape,
-        query.shape[1],
-        window,
-        torch.get_num_threads(),
-        0,
-        inputs.scale,
-        float(inputs.k_scale) if layout.k_dtype.has_global_scale else 1.0,
-        float(inputs.v_scale) if layout.v_dtype.has_global_scale else 1.0,
-        inputs.softcap or 0.0,
+    call = _Call(
+        query=query.data_ptr(),
+        pages=inputs.pages.data_ptr(),
+        query_start_loc=starts.data_ptr(),
+        seq_lens=lengths.data_ptr(),
+        block_tables=tables.data_ptr(),
+        sinks=0 if float_sinks is None else float_sinks.data_ptr(),
+        out=result.data_ptr(),
+        lse=0 if inputs.lse is None else inputs.lse.data_ptr(),
+        transform=0 if transform is None else transform.address,
+        recent=0 if recent_call is None else recent_call.address,
+        page_stride=inputs.pages.stride(0),
+        query_token=query.stride(0),
+        query_head=query.stride(1),
+        out_token=result.stride(0),
+        out_head=result.stride(1),
+        query_format=FLOATS[query.dtype],
+        out_format=FLOATS[result.dtype],
+        num_seqs=tables.shape[0],
+        max_pages=tables.shape[1],
+        heads=query.shape[1],
+        window=window,
+        threads=torch.get_num_threads(),
+        softmax_scale=inputs.scale,
+        k_global=float(inputs.k_scale) if layout.k_dtype.has_global_scale else 1.0,
+        v_global=float(inputs.v_scale) if layout.v_dtype.has_global_scale else 1.0,
+        softcap=inputs.softcap or 0.0,
     )
-    loaded.halfbyte_attention(pack_layout(layout), call)
+    loaded.halfbyte_attention(pack_layout(layout), bytes(call))
     if result is not out:
         out.copy_(result)
 

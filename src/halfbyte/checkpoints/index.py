@@ -278,8 +278,8 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     with _open(file) as tensors:
         entries = {}
         for name in tensors.keys():  # noqa: SIM118 - not a dict
-            piece = tensors.get_slice(name)
-            entries[name] = TensorEntry(piece.get_dtype(), tuple(piece.get_shape()), file)
+            tensor = tensors.get_slice(name)
+            entries[name] = TensorEntry(tensor.get_dtype(), tuple(tensor.get_shape()), file)
         return entries
 
 

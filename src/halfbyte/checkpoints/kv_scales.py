@@ -37,7 +37,7 @@ _USUAL = (2.0**-9, 2.0**10)
 448 * 448 / amax, which is above this range if amax is below 196."""
 
 
-class StoredScale(NamedTuple):
+class StoredKVScale(NamedTuple):
     """A scale of K or V."""
 
     value: float
@@ -48,12 +48,12 @@ class StoredScale(NamedTuple):
     """amax / 2688, whatever format is declared; else by the declared format."""
 
 
-LayerScales = tuple[StoredScale, StoredScale]
+LayerScales = tuple[StoredKVScale, StoredKVScale]
 """Scales of K and of V."""
 
 
 @dataclass(frozen=True)
-class StoredScales:
+class StoredKVScales:
     """All scales of a checkpoint.
 
     Args:
@@ -98,7 +98,7 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
     return {layer: (k.value, v.value) for layer, (k, v) in stored.by_layer.items()}
 
 
-def read_stored_scales(folder: str | Path) -> StoredScales:
+def read_stored_scales(folder: str | Path) -> StoredKVScales:
     """The scales of a checkpoint's folder, with their names.
 
     Read are the files that transformers would load, and those that an index leaves out. Scales that
@@ -137,10 +137,10 @@ def read_stored_scales(folder: str | Path) -> StoredScales:
     layers = _merged(folder, by_kind)
     _warn_of_unlikely(folder, layers)
     refused = unknown.get(True) or (None if layers else unknown.get(False))
-    return StoredScales(folder, layers, refused)
+    return StoredKVScales(folder, layers, refused)
 
 
-_Sides = dict[int, dict[str, StoredScale]]
+_Sides = dict[int, dict[str, StoredKVScale]]
 """Scales by layer and side (`k`, `v`)."""
 
 
@@ -150,7 +150,7 @@ def _add(by_kind: tuple[_Sides, _Sides], file: Path, name: str, tensor: torch.Te
     sides = by_kind[parsed.is_global].setdefault(parsed.layer, {})
     scale = _decode_scale(f"{file}: {name}", tensor, parsed.is_global)
     for side in parsed.sides:
-        other = sides.setdefault(side, StoredScale(scale, name, parsed.is_global))
+        other = sides.setdefault(side, StoredKVScale(scale, name, parsed.is_global))
         if other.value != scale:
             raise CheckpointError(
                 f"{file.parent}: {name}: expected one {side}_scale in the layer, "
@@ -188,7 +188,7 @@ def _warn_of_unlikely(folder: Path, layers: Mapping[int, LayerScales]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _warn_of(folder: Path, odd: StoredScale, side: str) -> None:
+def _warn_of(folder: Path, odd: StoredKVScale, side: str) -> None:
     """Warn once of a scale, however often its folder is read."""
     own, other = ("an encode", "a decode") if odd.is_of_nvfp4 else ("a decode", "an encode")
     logger.warning(
@@ -198,7 +198,7 @@ def _warn_of(folder: Path, odd: StoredScale, side: str) -> None:
     )
 
 
-def _represented(scale: StoredScale) -> float:
+def _represented(scale: StoredKVScale) -> float:
     """The amax that a scale implies; as an FP8 scale if its format is not certain."""
     return scale.value * (2688 if scale.is_of_nvfp4 else 448)
 

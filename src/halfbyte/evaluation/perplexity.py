@@ -208,16 +208,16 @@ def text_windows(
         for start in range(0, len(ids), step):
             if max_tokens is not None and taken >= max_tokens:
                 break
-            piece = prefix + ids[start : start + step]
+            chunk = prefix + ids[start : start + step]
             if max_tokens is not None:
-                piece = piece[: max(2, max_tokens - taken)]
-            if len(piece) < 2:
+                chunk = chunk[: max(2, max_tokens - taken)]
+            if len(chunk) < 2:
                 continue
-            windows.append(piece)
-            taken += len(piece)
-            end = start + len(piece) - len(prefix)
+            windows.append(chunk)
+            taken += len(chunk)
+            end = start + len(chunk) - len(prefix)
             if not prefix:  # its first token is given, not predicted
-                num_bytes -= _num_bytes(tokenizer, piece[:1])
+                num_bytes -= _num_bytes(tokenizer, chunk[:1])
         # Windows may cut characters in two, so bytes are counted per text.
         num_bytes += len(text.encode()) if end == len(ids) else _num_bytes(tokenizer, ids[:end])
     if not windows:

@@ -83,8 +83,8 @@ def make_context(tokenizer: Any, text: str, tokens: int, facts: int, seed: int) 
     chosen = rng.sample(names, facts)
     codes = {name: "".join(rng.choice("123456789") for _ in range(5)) for name in chosen}
 
-    def encode(piece: str) -> list[int]:
-        return list(tokenizer(piece, add_special_tokens=False).input_ids)
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
 
     told = [encode(f"\nThe secret code of the {name} is {codes[name]}.\n") for name in chosen]
     asked = [

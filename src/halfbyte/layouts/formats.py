@@ -54,8 +54,11 @@ class KVFormat:
     cpu_id: int | None = None
     """Its value in the C++ enum `Format` (`kernels/cpu/formats.h`)."""
     cuda_id: int | None = None
-    """`K_KIND` and `V_KIND` of CUDA C++ (`attention/decode/formats.cuh`); equal for formats with
-    one decoder."""
+    """`K_KIND` and `V_KIND` of decode in CUDA C++ (`attention/decode/formats.cuh`); equal for
+    formats with one decoder."""
+    cuda_store_id: int | None = None
+    """`V_KIND` of the store in CUDA C++ (`kvcache/store/cuda/values.cuh`). Unlike a reader, a
+    writer must tell recipes apart."""
 
     def __post_init__(self) -> None:
         if (self.block_size is None) != (self.scale_dtype is None):
@@ -88,6 +91,7 @@ _NVFP4 = KVFormat(
     triton_kind="nvfp4",
     cpu_id=5,
     cuda_id=4,
+    cuda_store_id=4,
 )
 
 KV_FORMATS = {
@@ -127,6 +131,7 @@ KV_FORMATS = {
         triton_kind="fp8_e4m3",
         cpu_id=3,
         cuda_id=8,
+        cuda_store_id=8,
     ),
     "fp8_e5m2": KVFormat(
         bits=8,
@@ -138,9 +143,12 @@ KV_FORMATS = {
         triton_kind="fp8_e5m2",
         cpu_id=4,
         cuda_id=9,
+        cuda_store_id=9,
     ),
     "nvfp4": _NVFP4,
-    "nvfp4_4over6": replace(_NVFP4, recipe="four_over_six", modelopt=None, cpu_id=6),
+    "nvfp4_4over6": replace(
+        _NVFP4, recipe="four_over_six", modelopt=None, cpu_id=6, cuda_store_id=6
+    ),
     "fp4_block16": KVFormat(
         bits=4,
         max_value=E2M1_MAX,

@@ -189,6 +189,20 @@ class PageLayout:
                 f"contiguous pages of {self.page_bytes} bytes of {self}"
             )
 
+    @cached_property
+    def alignment(self) -> int:
+        """Bytes of the largest stored float, of which pages must be multiples; else 1."""
+        return max(dtype.storage_dtype.itemsize for dtype in (self.k_dtype, self.v_dtype))
+
+    def check_alignment(self, pages: torch.Tensor) -> None:
+        """Raise ValueError for pages that are not aligned as 16- or 32-bit formats need."""
+        stride = page_stride(pages)
+        if self.alignment > 1 and (pages.data_ptr() | stride) % self.alignment:
+            raise ValueError(
+                f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples "
+                f"of {self.alignment} bytes for K in {self.k_dtype} and V in {self.v_dtype}"
+            )
+
     def views(self, pages: torch.Tensor) -> PageViews:
         """Views of every region of `pages` (uint8 `[num_pages, page_stride]`).
 

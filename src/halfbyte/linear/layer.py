@@ -19,7 +19,7 @@ from torch import nn
 from halfbyte.checkpoints.dialects.base import Dialect
 from halfbyte.dispatch import compute_capability_of
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
-from halfbyte.linear.layer_tensors import StoredScale, describe
+from halfbyte.linear.layer_tensors import StoredGlobalScale, describe
 from halfbyte.linear.registry import init_nvfp4_linear_kernel
 from halfbyte.linear.state import SCALES, LayerState
 from halfbyte.numerics import nvfp4
@@ -185,7 +185,7 @@ class NvFp4Linear(LayerState):
             (s.decode_weights() if is_decode else s.encode()).expand(len(p.part_sizes))
             for s, p in zip(stored, parts, strict=True)
         ]
-        self._keep("weight_global_scale", StoredScale(torch.cat(values), is_decode))
+        self._keep("weight_global_scale", StoredGlobalScale(torch.cat(values), is_decode))
         if self.quantize_activations:
             inputs = [part._stored_scale("input_global_scale") for part in parts]
             scales = [float(scale.decode()) for scale in inputs]

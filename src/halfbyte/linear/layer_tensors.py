@@ -2,7 +2,7 @@
 
 A dialect determines tensor names and the direction of global scales (encode or decode) in a file.
 The module has one form, that of `base.py`. 1/(1/g) is not always g, so the file's own value of a
-global scale is kept (`StoredScale`) and written back unchanged."""
+global scale is kept (`StoredGlobalScale`) and written back unchanged."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Role = Literal["weight", "weight_scale", "weight_global_scale", "input_global_sc
 
 
 @dataclass(frozen=True)
-class StoredScale:
+class StoredGlobalScale:
     """A global scale as stored in a file.
 
     Args:

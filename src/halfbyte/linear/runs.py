@@ -59,7 +59,7 @@ def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate rows of a one-byte dtype; a single tensor is not copied."""
     if len(tensors) == 1:
         return tensors[0].contiguous()
-    return torch.cat([piece.view(torch.uint8) for piece in tensors]).view(tensors[0].dtype)
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
 
 
 def tensor_of(layer: nn.Module, name: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ from halfbyte.linear.base import NvFp4LinearLayerConfig, check_dtype
 from halfbyte.linear.layer_tensors import (
     Expected,
     Role,
-    StoredScale,
+    StoredGlobalScale,
     check_block_scales,
     check_global_scale,
     dialect_of,
@@ -66,7 +66,7 @@ class LayerState(QuantizedModule):
         self.dialect: Dialect = dialect
         self.layer_name = ""
         """Name in error messages; set by `load_state_dict`."""
-        self._stored: dict[Role, StoredScale] = {}
+        self._stored: dict[Role, StoredGlobalScale] = {}
         self._given: set[Role] = set()
         """Roles loaded so far; a missing weight could not be distinguished from zeros."""
         self._make_empty(device, bias)
@@ -161,7 +161,7 @@ class LayerState(QuantizedModule):
         for role, tensor in by_role.items():
             if role in ("weight_global_scale", "input_global_scale"):
                 device = self.device if copy else tensor.device
-                self._keep(role, StoredScale(tensor.detach().clone(), is_decode), device)
+                self._keep(role, StoredGlobalScale(tensor.detach().clone(), is_decode), device)
             elif copy:
                 getattr(self, role).data.copy_(tensor)
             else:
@@ -172,11 +172,13 @@ class LayerState(QuantizedModule):
             if derived is not None and derived.is_meta and not self.weight.is_meta:
                 self._set(name, torch.full_like(derived, torch.nan, device=self.device))
 
-    def _keep(self, role: Role, stored: StoredScale, device: torch.device | None = None) -> None:
+    def _keep(
+        self, role: Role, stored: StoredGlobalScale, device: torch.device | None = None
+    ) -> None:
         """Keep a global scale as stored in the file, and set the layer's tensor from it."""
         if stored.value.device.type != "meta":
             # On the CPU: comparing one to three scalars must not sync the GPU.
-            stored = StoredScale(stored.value.cpu(), stored.is_decode)
+            stored = StoredGlobalScale(stored.value.cpu(), stored.is_decode)
         self._stored[role] = stored
         device = self.device if device is None else device
         if role == "weight_global_scale":
@@ -188,11 +190,11 @@ class LayerState(QuantizedModule):
     def _store(self, role: Role, decode: torch.Tensor) -> None:
         """Set a global scale from a decode scale, as a file of this dialect would store it."""
         names = TENSOR_NAMES[self.dialect]
-        value = StoredScale(decode, True).in_dialect(names)
+        value = StoredGlobalScale(decode, True).in_dialect(names)
         value = value.reshape(scale_shape(value.numel(), names))
-        self._keep(role, StoredScale(value, names.global_scale_is_decode))
+        self._keep(role, StoredGlobalScale(value, names.global_scale_is_decode))
 
-    def _stored_scale(self, role: Role) -> StoredScale:
+    def _stored_scale(self, role: Role) -> StoredGlobalScale:
         """The scale as stored in the file, or the layer's tensor if that was changed since."""
         stored = self._stored.get(role)
         if role == "input_global_scale" and not self.quantize_activations:
@@ -202,7 +204,7 @@ class LayerState(QuantizedModule):
             return stored
         scale = self.loaded_scale(role)
         if scale.is_meta:
-            return stored or StoredScale(scale, True)
+            return stored or StoredGlobalScale(scale, True)
         scale = scale.cpu()
         if stored is not None:
             weights = role == "weight_global_scale"
@@ -210,7 +212,7 @@ class LayerState(QuantizedModule):
             if torch.equal(decode.expand(scale.numel()), scale.view(-1)):
                 return stored
         shape = scale_shape(scale.numel(), TENSOR_NAMES["modelopt"])
-        return StoredScale(scale.reshape(shape), True)
+        return StoredGlobalScale(scale.reshape(shape), True)
 
     def drop_input_scale(self) -> None:
         """Turn a W4A4 layer into a W4A16 layer; drops the input scale."""

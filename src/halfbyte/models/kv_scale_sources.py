@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.checkpoints import CheckpointError, fingerprint
-from halfbyte.checkpoints.kv_scales import StoredScale
+from halfbyte.checkpoints.kv_scales import StoredKVScale
 from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
 from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
@@ -121,7 +121,7 @@ def from_tensors(
     return KVScales(k_amax, v_amax, f"checkpoint (for {', '.join(names)})")
 
 
-def _format_of(scale: StoredScale, declared: KVCacheDType) -> KVCacheDType:
+def _format_of(scale: StoredKVScale, declared: KVCacheDType) -> KVCacheDType:
     """The format that a scale is for."""
     if scale.is_of_nvfp4:
         return KVCacheDType.NVFP4

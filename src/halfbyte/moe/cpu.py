@@ -15,7 +15,7 @@ import torch
 from halfbyte.dispatch import Answer
 from halfbyte.kernels.cpu.library import is_built
 from halfbyte.linear.ops import linear_op
-from halfbyte.linear.w4a16.cpu import PackedWeight, linear_cpu, pack_weight, unpack_weight
+from halfbyte.linear.w4a16.cpu import CpuPackedWeight, linear_cpu, pack_weight, unpack_weight
 from halfbyte.moe.base import MoeConfig, OperatorKernel
 from halfbyte.moe.experts import ExpertMatrices, GatedActivation, PackedExperts
 from halfbyte.moe.mxfp4_blocks import as_nvfp4
@@ -47,7 +47,7 @@ def nvfp4_moe_cpu(
     Args:
         x: `[M, H]`.
         topk_ids, topk_weights: `[M, top_k]`.
-        gate_up_codes, gate_up_blocks, gate_up_row_scales: of a `PackedWeight` each, `[E, ...]`.
+        gate_up_codes, gate_up_blocks, gate_up_row_scales: of a `CpuPackedWeight` each, `[E, ...]`.
         gate_up_bias: `[E, 2 * I]` or None.
         down_codes, down_blocks, down_row_scales, down_bias: the same of down.
         alpha, limit, up_offset, interleaved: of the `GatedActivation`.
@@ -74,7 +74,7 @@ def _product(
     expert: int,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    weight = PackedWeight(*(tensor[expert] for tensor in packed))
+    weight = CpuPackedWeight(*(tensor[expert] for tensor in packed))
     own = None if bias is None else bias[expert]
     return linear_cpu(rows, weight, own, batch_invariant=batch_invariant)
 
@@ -82,7 +82,7 @@ def _product(
 class CpuKernel(OperatorKernel):
     """`linear_cpu` per expert; built with the package.
 
-    Its tensors, for `gate_up` and `down`: codes and blocks in the order of `PackedWeight`, a
+    Its tensors, for `gate_up` and `down`: codes and blocks in the order of `CpuPackedWeight`, a
     float32 scale per row, the bias, and as loaded the small tensors that `restore` needs.
     """
 

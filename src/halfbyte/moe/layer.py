@@ -15,7 +15,7 @@ from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.linear.layer_tensors import (
     Expected,
     Role,
-    StoredScale,
+    StoredGlobalScale,
     check_block_scales,
     check_global_scale,
     dialect_of,
@@ -86,7 +86,7 @@ class NvFp4Experts(ExpertsLayer):
         if activation.interleaved:
             raise ValueError("activation: expected one that is not interleaved, got interleaved")
         self.dialect: Dialect = dialect
-        self._stored: dict[_TensorName, StoredScale] = {}
+        self._stored: dict[_TensorName, StoredGlobalScale] = {}
         self._given: set[_TensorName] = set()
         self._make_empty(device)
 
@@ -176,7 +176,7 @@ class NvFp4Experts(ExpertsLayer):
                 self._given.add(_TensorName(place, role))
             if role in _GLOBAL_SCALES:
                 # On the CPU: comparing scalars must not sync the GPU.
-                stored = StoredScale(tensor.detach().clone().cpu(), is_decode)
+                stored = StoredGlobalScale(tensor.detach().clone().cpu(), is_decode)
                 self._stored[_TensorName(place, role)] = stored
                 continue
             part = {"weight": "weight", "weight_scale": "scales", "bias": "bias"}[role]
@@ -238,7 +238,7 @@ class NvFp4Experts(ExpertsLayer):
             chosen = [e for e, scale in enumerate(stored) if scale.is_decode == is_decode]
             if chosen:
                 values = torch.cat([stored[e].value.float().reshape(1) for e in chosen])
-                result[chosen] = StoredScale(values, is_decode).decode_weights()
+                result[chosen] = StoredGlobalScale(values, is_decode).decode_weights()
         return result
 
     def _save_to_state_dict(

@@ -56,7 +56,8 @@ _LAST_TILES = ProductTiles(Tiles(64, 32, 128, 4, 3), Tiles(64, 128, 64, 4, 3))
 _LAST_TILES_SM90 = ProductTiles(Tiles(128, 64, 64, 4, 3), Tiles(128, 128, 64, 4, 3))
 _FLOAT32_TILES = ProductTiles(Tiles(32, 32, 64, 8, 3), Tiles(32, 64, 64, 8, 3))
 _MAX_MEAN_16, _MAX_MEAN_32, _MAX_MEAN_64 = 12, 24, 96
-"""Max tokens per expert in the mean, by tiles: below m, as experts differ."""
+"""Max mean tokens per expert for tiles of 16, 32 and 64 tokens. The first two are less than the
+tile, because some experts get more than the mean."""
 
 
 def choose_tiles(

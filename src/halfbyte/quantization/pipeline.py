@@ -1,7 +1,7 @@
 """Quantizes a checkpoint to NVFP4 (`halfbyte quantize`).
 
-Steps: `select_layers`, `calibrate_layers`, `write_layers`. The source and the arguments are checked
-before anything runs or is written.
+Steps: `select_layers`, `calibrate_layers`, `gptq` (if asked for), `write_layers`. The source and
+the arguments are checked before anything runs or is written.
 """
 
 import dataclasses

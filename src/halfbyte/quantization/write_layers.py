@@ -21,7 +21,8 @@ from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import is_kv_scale
 from halfbyte.checkpoints.output_folder import ShardWriter
 from halfbyte.kernels.cpu import library as cpu_library
-from halfbyte.kernels.cpu import store as store_cpu
+from halfbyte.kvcache.store import cpu as cpu_store
+from halfbyte.kvcache.store.base import StoreInputs
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.layouts.formats import KV_FORMATS
 from halfbyte.numerics import nvfp4
@@ -222,14 +223,16 @@ def _encode(
     n, k = rows.shape
     layout = _layout(_KERNEL_FORMATS[recipe], n, k)
     pages = torch.empty((1, layout.page_bytes), dtype=torch.uint8, device="cpu")
-    store_cpu.store_tokens_cpu(
-        rows[:, None],
-        torch.zeros((), dtype=rows.dtype, device="cpu").expand(n, 1, nvfp4.BLOCK_SIZE),
-        pages,
-        torch.arange(n, device="cpu"),
-        layout,
-        decode,
-        1.0,
+    cpu_store.run(
+        StoreInputs(
+            key=rows[:, None],
+            value=torch.zeros((), dtype=rows.dtype, device="cpu").expand(n, 1, nvfp4.BLOCK_SIZE),
+            pages=pages,
+            slot_mapping=torch.arange(n, device="cpu"),
+            layout=layout,
+            k_scale=decode,
+            v_scale=1.0,
+        )
     )
     views = layout.views(pages)
     assert views.k_scale is not None

@@ -14,7 +14,7 @@ import cuda_on_host
 from halfbyte.attention import AttentionInputs, AttentionPlans
 from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode import plan as plans
-from halfbyte.attention.decode.plan import Plan
+from halfbyte.attention.decode.plan import DecodePlan
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.layouts import PageLayout
 
@@ -154,13 +154,13 @@ def inputs_of(step: Step, **changes: Any) -> AttentionInputs:
     return AttentionInputs(**{**fields, **changes})
 
 
-def make_plan(step: Step) -> Plan:
+def make_plan(step: Step) -> DecodePlan:
     """The plan by the launcher."""
     return plans.make_plan(inputs_of(step))
 
 
 class Table(NamedTuple):
-    """The parts of `Plan.data` (`attention/decode/work.cuh`)."""
+    """The parts of `DecodePlan.data` (`attention/decode/work.cuh`)."""
 
     span: int
     units: int
@@ -176,7 +176,7 @@ class Table(NamedTuple):
     first query token, number of query tokens."""
 
 
-def read(plan: Plan, num_tokens: int) -> Table:
+def read(plan: DecodePlan, num_tokens: int) -> Table:
     data, view = plan.data.numpy(), plan.view
     units = data[view.units_offset : view.items_offset]
     span, number_of_units, overhead, items = data[:4].tolist()

@@ -19,7 +19,7 @@ from attention.decode.decode_plans import (
 )
 from cuda_on_host import needs_compiler
 from halfbyte.attention.decode import cuda
-from halfbyte.attention.decode.plan import Plan
+from halfbyte.attention.decode.plan import DecodePlan
 
 pytestmark = needs_compiler
 
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
     """Float64 `[tokens, heads]`: softmax denominators."""
 
 
-def random_parts(step: Step, plan: Plan, generator: torch.Generator) -> Parts:
+def random_parts(step: Step, plan: DecodePlan, generator: torch.Generator) -> Parts:
     """Fill the rows that the merge reads, and only those, with parts; a quarter of them empty."""
     cols, heads = plan.variant.columns, step.kv_heads * step.group
     partial_out = plan.partial_out.view(-1, step.kv_heads, cols, step.head_size)

@@ -23,7 +23,7 @@ from attention.decode.decode_plans import (
 )
 from cuda_on_host import needs_compiler
 from halfbyte.attention.decode import plan as plans
-from halfbyte.attention.decode.plan import Plan
+from halfbyte.attention.decode.plan import DecodePlan
 
 pytestmark = needs_compiler
 
@@ -88,7 +88,7 @@ def assert_records(step: Step, table: Table, works: list[Work]) -> None:
         assert record[:8].tolist() == items[record[8]].tolist()
 
 
-def assert_shares(step: Step, plan: Plan, table: Table, works: list[Work]) -> None:
+def assert_shares(step: Step, plan: DecodePlan, table: Table, works: list[Work]) -> None:
     """Every tile of every item belongs to one unit; results have a row each, side by side."""
     found = shares(table)
     done = sorted(
@@ -154,7 +154,7 @@ def expected_span(works: list[Work], tile: int, max_units: int) -> tuple[int, in
     return anywhere, overhead
 
 
-def make_guarded_plan(step: Step) -> tuple[Plan, torch.Tensor, int]:
+def make_guarded_plan(step: Step) -> tuple[DecodePlan, torch.Tensor, int]:
     """The plan, memory that begins with its data and goes on `UNTOUCHED`, and `max_units`."""
     guarded: list[torch.Tensor] = []
 

@@ -17,7 +17,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode.recipe import RecipeVariant
-from halfbyte.attention.decode.variant import Variant, choose_variant, macros
+from halfbyte.attention.decode.variant import DecodeVariant, choose_variant, macros
 from halfbyte.kernels.runtime import nvrtc, tensor_maps
 
 
@@ -80,7 +80,7 @@ _SPILL = re.compile(r" (?:STL|LDL)[. ]")
 
 
 def spills(
-    variant: Variant,
+    variant: DecodeVariant,
     layout: PageLayout,
     group: int,
     folder: Path,
@@ -90,7 +90,7 @@ def spills(
 
 
 def _code(
-    variant: Variant, layout: PageLayout, group: int, folder: Path, recipe: RecipeVariant
+    variant: DecodeVariant, layout: PageLayout, group: int, folder: Path, recipe: RecipeVariant
 ) -> str:
     options = macros(layout, group, torch.bfloat16, False, variant) | recipe.macros()
     return disassembled(compiled(variant.source, options, "sm_90a"), folder)
@@ -200,22 +200,22 @@ def test_kernel_that_does_not_compile_says_why() -> None:
 @pytest.mark.parametrize(
     ("capability", "head_size", "group", "expected"),
     [
-        (90, 128, 4, Variant(64, 1, True, False, 2, 2)),
-        (90, 64, 8, Variant(64, 1, False, False, 2, 2)),
-        (90, 128, 16, Variant(32, 2, False, False, 2, 2)),
-        (90, 128, 32, Variant(128, 4, False, True, 2, 3, True)),
-        (90, 64, 64, Variant(128, 8, False, True, 2, 2, True)),
-        (90, 256, 32, Variant(128, 4, False, True, 2, 2, True)),
-        (100, 128, 32, Variant(16, 4, False, True, 2, 2)),
-        (90, 256, 4, Variant(32, 1, True, False, 2, 2)),
-        (90, 256, 16, Variant(16, 2, False, True, 2, 2)),
-        (80, 128, 4, Variant(64, 1, True, False, 2, 2)),
-        (89, 128, 4, Variant(32, 1, True, False, 2, 2)),
-        (120, 256, 16, Variant(16, 1, False, False, 2, 2)),
+        (90, 128, 4, DecodeVariant(64, 1, True, False, 2, 2)),
+        (90, 64, 8, DecodeVariant(64, 1, False, False, 2, 2)),
+        (90, 128, 16, DecodeVariant(32, 2, False, False, 2, 2)),
+        (90, 128, 32, DecodeVariant(128, 4, False, True, 2, 3, True)),
+        (90, 64, 64, DecodeVariant(128, 8, False, True, 2, 2, True)),
+        (90, 256, 32, DecodeVariant(128, 4, False, True, 2, 2, True)),
+        (100, 128, 32, DecodeVariant(16, 4, False, True, 2, 2)),
+        (90, 256, 4, DecodeVariant(32, 1, True, False, 2, 2)),
+        (90, 256, 16, DecodeVariant(16, 2, False, True, 2, 2)),
+        (80, 128, 4, DecodeVariant(64, 1, True, False, 2, 2)),
+        (89, 128, 4, DecodeVariant(32, 1, True, False, 2, 2)),
+        (120, 256, 16, DecodeVariant(16, 1, False, False, 2, 2)),
     ],
 )
 def test_variant_fills_a_multiprocessor(
-    capability: int, head_size: int, group: int, expected: Variant
+    capability: int, head_size: int, group: int, expected: DecodeVariant
 ) -> None:
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
     variant = choose_variant(layout, group, 1.0, False, capability)
@@ -227,15 +227,15 @@ def test_variant_fills_a_multiprocessor(
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_size", "group", "expected"),
     [
-        (90, "fp8", 128, 4, Variant(32, 1, False, False, 3, 2)),
-        (90, "fp8", 128, 32, Variant(16, 4, False, True, 3, 2)),
-        (100, "fp8", 64, 32, Variant(32, 4, False, False, 4, 2)),
-        (90, "bfloat16", 128, 4, Variant(16, 1, False, False, 3, 2)),
-        (80, "fp8", 64, 4, Variant(32, 1, False, False, 4, 2)),
+        (90, "fp8", 128, 4, DecodeVariant(32, 1, False, False, 3, 2)),
+        (90, "fp8", 128, 32, DecodeVariant(16, 4, False, True, 3, 2)),
+        (100, "fp8", 64, 32, DecodeVariant(32, 4, False, False, 4, 2)),
+        (90, "bfloat16", 128, 4, DecodeVariant(16, 1, False, False, 3, 2)),
+        (80, "fp8", 64, 4, DecodeVariant(32, 1, False, False, 4, 2)),
     ],
 )
 def test_variants_of_other_formats(
-    capability: int, dtype: str, head_size: int, group: int, expected: Variant
+    capability: int, dtype: str, head_size: int, group: int, expected: DecodeVariant
 ) -> None:
     layout = PageLayout(dtype, dtype, head_size, None, 2, 16)
     assert choose_variant(layout, group, 1.0, False, capability) == expected

@@ -1,4 +1,4 @@
-"""K and V whose rounding hangs on the last bit, where kernels that approximate must notice it."""
+"""K and V near rounding ties."""
 
 from collections.abc import Callable
 from dataclasses import replace

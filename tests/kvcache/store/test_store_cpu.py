@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halfbyte.kernels.cpu.library import library
-from halfbyte.kernels.cpu.store import store_tokens_cpu
 from halfbyte.kvcache.store import StoreConfig
-from halfbyte.kvcache.store.cpu import CpuStore
+from halfbyte.kvcache.store.cpu import CpuStore, run
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import KERNEL_DTYPES, KERNEL_DTYPES_WITH_GLOBAL_SCALE, Geometry
 from kvcache.store.recipe_cases import (
@@ -37,6 +36,8 @@ from kvcache.store.weighted_cases import (
     assert_tokens_are_stored_alone,
 )
 
+cpu_store = positional(run)
+
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="built without a C++ compiler"),
     pytest.mark.usefixtures("level"),
@@ -47,14 +48,14 @@ pytestmark = [
 
 @pytest.mark.parametrize(("seed", "geometry"), list(enumerate(GEOMETRIES)), ids=str)
 def test_store_writes_the_references_bytes_and_no_others(seed: int, geometry: Geometry) -> None:
-    make_case(geometry, seed, before=16, after=32).assert_stored(store_tokens_cpu)
+    make_case(geometry, seed, before=16, after=32).assert_stored(cpu_store)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_store_to_pages_of_every_alignment(geometry: Geometry) -> None:
     for before, after in ((0, 0), (4, 12), (3, 6)):
         if before % 4 == 0 or not is_unquantized(geometry):  # floats must be aligned
-            make_case(geometry, before=before, after=after).assert_stored(store_tokens_cpu)
+            make_case(geometry, before=before, after=after).assert_stored(cpu_store)
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
@@ -75,17 +76,17 @@ def test_store_takes_inputs_of_every_dtype_and_any_strides(
         "expanded": (case.key[:, :1].expand(-1, 3, -1), case.value[:1].expand(count, -1, -1)),
     }
     for key, value in inputs.values():
-        replace(case, key=key, value=value).assert_stored(store_tokens_cpu)
+        replace(case, key=key, value=value).assert_stored(cpu_store)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "nvfp4"])
 def test_store_skips_negative_slots_and_tokens_without_slots(dtype: str) -> None:
     case = make_case(Geometry(dtype, dtype, 64, 64, 3, 8))
     slots = torch.tensor([[0, 9], [-1, 9], [-(2**40), 9], [39, 9], [12, 9]])[:, 0]
-    replace(case, slots=slots).assert_stored(store_tokens_cpu)
+    replace(case, slots=slots).assert_stored(cpu_store)
     for none in (slots[:0], torch.tensor([-1, -40])):
         nothing = replace(case, slots=none)
-        assert torch.equal(nothing.stored(store_tokens_cpu), nothing.buffer)
+        assert torch.equal(nothing.stored(cpu_store), nothing.buffer)
 
 
 @pytest.mark.parametrize("slot", [40, 2**40])
@@ -94,9 +95,7 @@ def test_store_refuses_slots_past_the_last_page_before_it_writes(slot: int) -> N
     case = replace(case, slots=torch.tensor([0, 7, slot]))
     buffer = case.buffer.clone()
     with pytest.raises(ValueError, match=f"slot {slot} is past the last, 39"):
-        store_tokens_cpu(
-            case.key, case.value, case.pages(buffer), case.slots, case.layout, 0.1, 0.1
-        )
+        cpu_store(case.key, case.value, case.pages(buffer), case.slots, case.layout, 0.1, 0.1)
     assert torch.equal(buffer, case.buffer)
 
 
@@ -110,7 +109,7 @@ def test_store_of_many_tokens_on_several_threads(dtype: str, threads: int) -> No
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        StoreCase(layout, key, value, slots, num_pages=32).assert_stored(store_tokens_cpu)
+        StoreCase(layout, key, value, slots, num_pages=32).assert_stored(cpu_store)
     finally:
         torch.set_num_threads(before)
 
@@ -123,7 +122,7 @@ def test_store_of_many_tokens_on_several_threads(dtype: str, threads: int) -> No
 )
 def test_store_with_global_scales_of_every_size(dtype: str, scale: float | torch.Tensor) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
-    make_case(geometry, k_scale=scale, v_scale=0.011).assert_stored(store_tokens_cpu)
+    make_case(geometry, k_scale=scale, v_scale=0.011).assert_stored(cpu_store)
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES_WITH_GLOBAL_SCALE)
@@ -131,7 +130,7 @@ def test_store_with_global_scales_of_every_size(dtype: str, scale: float | torch
 def test_store_with_a_broken_scale_equals_the_reference(dtype: str, scale: float) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
     case = make_case(geometry, k_scale=torch.tensor(scale), v_scale=torch.tensor(0.02))
-    case.assert_stored(store_tokens_cpu)
+    case.assert_stored(cpu_store)
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES_WITH_GLOBAL_SCALE)
@@ -143,14 +142,14 @@ def test_store_with_a_broken_scale_equals_the_reference(dtype: str, scale: float
 def test_store_refuses_bad_scales(dtype: str, scale: float | torch.Tensor) -> None:
     case = make_case(Geometry(dtype, "float32", 64, 64, 3, 8), k_scale=scale)
     with pytest.raises(ValueError, match="k_scale"):
-        case.stored(store_tokens_cpu)
+        case.stored(cpu_store)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_store_refuses_pages_off_the_elements_alignment(dtype: str) -> None:
     case = make_case(Geometry("nvfp4", dtype, 64, 64, 3, 8), before=1, after=3)
     with pytest.raises(ValueError, match="multiples of"):
-        case.stored(store_tokens_cpu)
+        case.stored(cpu_store)
 
 
 @pytest.mark.parametrize("k_dtype", ["float16", "fp8_e4m3", "nvfp4", "mxfp4"])
@@ -159,7 +158,7 @@ def test_store_of_every_16_bit_value(k_dtype: str, input_dtype: torch.dtype) -> 
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(input_dtype)
     torch.manual_seed(3)
     for values in (x, x[torch.randperm(len(x))]):
-        assert_every_value_stored(store_tokens_cpu, k_dtype, values, 0.0137)
+        assert_every_value_stored(cpu_store, k_dtype, values, 0.0137)
 
 
 @pytest.mark.parametrize("k_dtype", ["float16", "fp8_e4m3", "nvfp4", "mxfp4"])
@@ -168,13 +167,13 @@ def test_store_of_random_bits(k_dtype: str) -> None:
     x = torch.randint(-(2**31), 2**31, (2**17,), dtype=torch.int64).int().view(torch.float32)
     near = torch.randn(2**17) * 2.0 ** torch.randint(-30, 20, (2**13, 1)).expand(-1, 16).flatten()
     for values in (x, near, near.half().float()):
-        assert_every_value_stored(store_tokens_cpu, k_dtype, values, 0.0137)
+        assert_every_value_stored(cpu_store, k_dtype, values, 0.0137)
 
 
 @pytest.mark.parametrize("k_dtype", ["fp8_e4m3", "nvfp4"])
 def test_store_divides_truly_next_to_ties(k_dtype: str) -> None:
     for x, scale in values_next_to_ties(k_dtype, 20):
-        assert_every_value_stored(store_tokens_cpu, k_dtype, x, scale)
+        assert_every_value_stored(cpu_store, k_dtype, x, scale)
 
 
 @settings(
@@ -189,7 +188,7 @@ def test_store_of_any_float32(dtype: str, data: st.DataObject) -> None:
     layout = PageLayout(dtype, dtype, 32, None, 1, 2)
     key, value = row.reshape(1, 1, 32), row.bfloat16().reshape(1, 1, 32)
     case = StoreCase(layout, key, value, torch.tensor([1]), scale, scale, num_pages=1)
-    case.assert_stored(store_tokens_cpu)
+    case.assert_stored(cpu_store)
 
 
 def test_cpu_store_says_what_it_takes() -> None:
@@ -205,15 +204,15 @@ def test_cpu_store_says_what_it_takes() -> None:
 @pytest.mark.parametrize("options", RECIPE_OPTIONS + WEIGHTED_OPTIONS, ids=str)
 def test_store_of_k_that_a_recipe_changes(options: dict, input_dtype: torch.dtype) -> None:
     """On every instruction set."""
-    assert_stored_as_by_the_reference(positional(CpuStore.store), options, input_dtype)
+    assert_stored_as_by_the_reference(cpu_store, options, input_dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_store_by_weighted_error(name: str, dtype: torch.dtype) -> None:
-    assert_stored_by_weights(positional(CpuStore.store), CASES[name], dtype)
+    assert_stored_by_weights(cpu_store, CASES[name], dtype)
 
 
 @pytest.mark.parametrize("layout", ["128", "64 NHD", "sm100"])
 def test_store_by_weighted_error_is_of_each_token_alone(layout: str) -> None:
-    assert_tokens_are_stored_alone(positional(CpuStore.store), LAYOUTS[layout])
+    assert_tokens_are_stored_alone(cpu_store, LAYOUTS[layout])

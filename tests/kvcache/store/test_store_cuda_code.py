@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfbyte.kvcache.store.cuda.store import Variant
+from halfbyte.kvcache.store.cuda.store import StoreVariant
 from halfbyte.layouts import PageLayout
 from machine_code import compiled, disassembled
 from slow import CAPABILITIES, slow
@@ -25,7 +25,7 @@ def test_kernels_compile(
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", head_size, None, 2, 16)
     dtype = torch.bfloat16
-    variant = Variant(dtype, dtype, dtype, True, 64, weighted, weighted, by, True, True)
+    variant = StoreVariant(dtype, dtype, dtype, True, 64, weighted, weighted, by, True, True)
     cubin = compiled("kvcache/store/cuda/store.cu", variant.macros(layout), architecture)
     assert not re.search(r" (?:STL|LDL)[. ]", disassembled(cubin, tmp_path))
     assert variant.shared_bytes(layout) <= 99 * 1024

@@ -108,7 +108,7 @@ def launched(shape: tuple[int, ...], n: int, plan: GemmPlan | None = None) -> La
         patch.object(gemm, "num_sms", lambda device: NUM_SMS),
         patch.object(gemm, "allocate", allocate),
     ):
-        out = gemm.run(x, *inputs, n, plan)
+        out = gemm.gemm_product(x.shape, n, x.dtype, x.get_device(), plan)(x, *inputs)
     gemm.gemm_product.cache_clear()
     ((params, grid),) = calls
     return Launched(params, grid, inputs, out)

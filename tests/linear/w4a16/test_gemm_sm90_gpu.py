@@ -30,7 +30,10 @@ class Case(NamedTuple):
     """Of the dequantized weight in x's dtype."""
 
     def product(self, plan: GemmPlan | None = None) -> torch.Tensor:
-        return gemm.run(self.x, *self.weights, self.bias, len(self.bias), plan)
+        x, n = self.x, len(self.bias)
+        return gemm.gemm_product(x.shape, n, x.dtype, x.get_device(), plan)(
+            x, *self.weights, self.bias
+        )
 
 
 def make_case(n: int, k: int, m: int, dtype: torch.dtype, offset: int = 0) -> Case:

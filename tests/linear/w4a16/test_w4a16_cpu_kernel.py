@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from halfbyte.kernels.cpu.library import library
 from halfbyte.linear.w4a16 import cpu as launcher
 from halfbyte.linear.w4a16.cpu import (
-    PackedWeight,
+    CpuPackedWeight,
     dequantize_cpu,
     linear_cpu,
     pack_weight,
@@ -48,8 +48,8 @@ def row_scales(n: int) -> torch.Tensor:
     return torch.tensor([3e-3, 7.7e-6, 0.4]).repeat_interleave(sizes)
 
 
-def packed(n: int, k: int, seed: int = 0) -> PackedWeight:
-    return PackedWeight(*pack_weight(*random_weight(n, k, seed)), row_scales(n))
+def packed(n: int, k: int, seed: int = 0) -> CpuPackedWeight:
+    return CpuPackedWeight(*pack_weight(*random_weight(n, k, seed)), row_scales(n))
 
 
 def random_input(m: int, k: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_error_is_that_of_a_product_in_the_same_dtype(
     weight, scales = random_weight(n, k)
     parts = row_scales(n)
     weight64 = nvfp4.dequantize(weight, scales, parts[:, None], torch.float64)
-    packed_weight = PackedWeight(*pack_weight(weight, scales), parts)
+    packed_weight = CpuPackedWeight(*pack_weight(weight, scales), parts)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(2)) * parts
     for m in ROWS:
         x = random_input(m, k, dtype)
@@ -100,7 +100,7 @@ def test_exact_where_float32_is(level: str, dtype: torch.dtype) -> None:
     codes = torch.arange(16).repeat(127, 1)
     weight = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
     x = torch.eye(16, dtype=dtype)
-    out = linear_cpu(x, PackedWeight(*pack_weight(weight, scales), torch.full((127,), 0.25)))
+    out = linear_cpu(x, CpuPackedWeight(*pack_weight(weight, scales), torch.full((127,), 0.25)))
     wanted = nvfp4.dequantize(weight, scales, 0.25, dtype).t()
     assert torch.equal(out, wanted)
 
@@ -114,7 +114,7 @@ def test_one_rounding_with_the_bias(level: str, dtype: torch.dtype) -> None:
     x = torch.zeros(3, 16, dtype=dtype)
     x[:, 0], x[:, 2] = 1, 2.0**-k
     bias = -torch.ones(16, dtype=dtype)
-    out = linear_cpu(x, PackedWeight(*pack_weight(weight, scales), torch.ones(16)), bias)
+    out = linear_cpu(x, CpuPackedWeight(*pack_weight(weight, scales), torch.ones(16)), bias)
     assert torch.equal(out, torch.full((3, 16), 2.0**-k, dtype=dtype))
 
 
@@ -128,7 +128,7 @@ def test_values_of_every_kind(level: str, dtype: torch.dtype, value: float) -> N
     scales = torch.ones(25, 1).to(torch.float8_e4m3fn)
     x = torch.zeros(9, 16)
     x[::2, 0] = value
-    packed_weight = PackedWeight(*pack_weight(weight, scales), parts)
+    packed_weight = CpuPackedWeight(*pack_weight(weight, scales), parts)
     out = linear_cpu(x.to(dtype), packed_weight)
     wanted = (x.to(dtype).float()[:, :1] * parts).to(dtype)
     if out_of_range or dtype != torch.float16:
@@ -141,9 +141,9 @@ def test_values_of_every_kind(level: str, dtype: torch.dtype, value: float) -> N
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_nan_scale_stays_in_its_row(level: str, dtype: torch.dtype, byte: int) -> None:
     weight, scales = random_weight(50, 336)
-    clean = PackedWeight(*pack_weight(weight, scales), row_scales(50))
+    clean = CpuPackedWeight(*pack_weight(weight, scales), row_scales(50))
     scales.view(torch.uint8)[37, 20] = byte
-    broken = PackedWeight(*pack_weight(weight, scales), row_scales(50))
+    broken = CpuPackedWeight(*pack_weight(weight, scales), row_scales(50))
     for m in (1, 3, 40):
         x = random_input(m, 336, dtype)
         out, wanted = linear_cpu(x, broken), linear_cpu(x, clean)
@@ -221,7 +221,7 @@ def test_pack_and_back(n: int, k: int) -> None:
 def test_dequantize_is_the_oracles(level: str, n: int, k: int, dtype: torch.dtype) -> None:
     weight, scales = random_weight(n, k)
     parts = row_scales(n)
-    turned = dequantize_cpu(PackedWeight(*pack_weight(weight, scales), parts), k, dtype)
+    turned = dequantize_cpu(CpuPackedWeight(*pack_weight(weight, scales), parts), k, dtype)
     assert torch.equal(turned.t(), nvfp4.dequantize(weight, scales, parts[:, None], dtype))
 
 
@@ -234,7 +234,7 @@ def test_dense_product_of_unpacked_weights(
     monkeypatch.setattr(launcher, "_DENSE_VALUES", 336 * 48)  # three panels, one short
     weight, scales = random_weight(130, 336)
     parts = row_scales(130)
-    packed_weight = PackedWeight(*pack_weight(weight, scales), parts)
+    packed_weight = CpuPackedWeight(*pack_weight(weight, scales), parts)
     weight64 = nvfp4.dequantize(weight, scales, parts[:, None], torch.float64)
     x, bias = random_input(100, 336, dtype), torch.randn(130) * parts
     for b in (None, bias, bias.to(dtype)):
@@ -268,7 +268,7 @@ def test_any_shape(level: str, n: int, blocks: int, m: int, dtype: torch.dtype, 
     parts = row_scales(n)
     weight64 = nvfp4.dequantize(weight, scales, parts[:, None], torch.float64)
     x = random_input(m, k, dtype)
-    out = linear_cpu(x, PackedWeight(*pack_weight(weight, scales), parts))
+    out = linear_cpu(x, CpuPackedWeight(*pack_weight(weight, scales), parts))
     # Against the largest product of a row with the magnitudes: sums may cancel.
     bound = F.linear(x.double().abs(), weight64.abs())
     tolerance = bound * torch.finfo(torch.float32).eps * k + out.double().abs() * (
@@ -282,19 +282,19 @@ def test_refuses_what_does_not_fit() -> None:
     codes, scales = pack_weight(*random_weight(20, 64))
     rows, x = row_scales(20), torch.ones(1, 64)
     with pytest.raises(ValueError, match=r"bias: expected \[20\], got \[1\]"):
-        linear_cpu(x, PackedWeight(codes, scales, rows), torch.ones(1))
+        linear_cpu(x, CpuPackedWeight(codes, scales, rows), torch.ones(1))
     with pytest.raises(ValueError, match=r"expected contiguous codes uint8 \[2, 2, 512\].* K = 80"):
-        linear_cpu(torch.ones(1, 80), PackedWeight(codes, scales, rows))
+        linear_cpu(torch.ones(1, 80), CpuPackedWeight(codes, scales, rows))
     with pytest.raises(ValueError, match=r"K = 56, a multiple of 16"):
-        linear_cpu(x[:, :56], PackedWeight(codes, scales, rows))
+        linear_cpu(x[:, :56], CpuPackedWeight(codes, scales, rows))
     for wrong in (
-        PackedWeight(codes, scales, rows.half()),
-        PackedWeight(codes, scales, row_scales(33)),
-        PackedWeight(codes, scales, rows.repeat_interleave(2)[::2]),
-        PackedWeight(codes, scales.float(), rows),
-        PackedWeight(codes, scales[:1], rows),
-        PackedWeight(codes.transpose(0, 2).contiguous().transpose(0, 2), scales, rows),
-        PackedWeight(codes.view(torch.int8), scales, rows),
+        CpuPackedWeight(codes, scales, rows.half()),
+        CpuPackedWeight(codes, scales, row_scales(33)),
+        CpuPackedWeight(codes, scales, rows.repeat_interleave(2)[::2]),
+        CpuPackedWeight(codes, scales.float(), rows),
+        CpuPackedWeight(codes, scales[:1], rows),
+        CpuPackedWeight(codes.transpose(0, 2).contiguous().transpose(0, 2), scales, rows),
+        CpuPackedWeight(codes.view(torch.int8), scales, rows),
     ):
         with pytest.raises(ValueError, match="weight: expected contiguous codes"):
             linear_cpu(x, wrong)

@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
-from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, plan_of, slice_ctas
+from halfbyte.attention.decode.plan import MERGE_THREADS, DecodePlan, PlanView, plan_of, slice_ctas
 from halfbyte.attention.decode.recipe import RecipeParams, RecipeVariant, bind_recipe
 from halfbyte.attention.decode.variant import (
     WARPS,
-    Variant,
+    DecodeVariant,
     choose_variant,
     macros,
     unsupported_reason,
@@ -119,7 +119,7 @@ def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tenso
     return torch.full((), scale, dtype=torch.float32, device=device)
 
 
-def run(inputs: AttentionInputs, plan: Plan | None = None) -> None:
+def run(inputs: AttentionInputs, plan: DecodePlan | None = None) -> None:
     """Fill `inputs.out`, and `inputs.lse` where it is not None. Does not sync the GPU.
 
     Args:
@@ -185,7 +185,7 @@ def run(inputs: AttentionInputs, plan: Plan | None = None) -> None:
 
 
 def _merge(
-    plan: Plan, kernels: dict[str, nvrtc.Kernel], output: _Output, inputs: AttentionInputs
+    plan: DecodePlan, kernels: dict[str, nvrtc.Kernel], output: _Output, inputs: AttentionInputs
 ) -> None:
     """Merge the partial results of rows that several units work on."""
     num_tokens, num_heads, _ = inputs.query.shape
@@ -210,7 +210,7 @@ def _kernels(
     group: int,
     dtype: torch.dtype,
     softcap: bool,
-    variant: Variant,
+    variant: DecodeVariant,
     recipe: RecipeVariant,
     device: int,
 ) -> dict[str, nvrtc.Kernel]:

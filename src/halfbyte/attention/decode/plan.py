@@ -15,7 +15,7 @@ import torch
 
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.decode.recipe import NO_RECIPE, RecipeVariant
-from halfbyte.attention.decode.variant import Variant, choose_variant, stage_bytes
+from halfbyte.attention.decode.variant import DecodeVariant, choose_variant, stage_bytes
 from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import num_sms
@@ -56,10 +56,10 @@ class PlanView(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodePlan:
     """Units of work of a step, made on the GPU, and scratch for their partial results."""
 
-    variant: Variant
+    variant: DecodeVariant
     data: torch.Tensor
     view: PlanView
     partial_out: torch.Tensor
@@ -73,7 +73,7 @@ class Plan:
 class _Limits(NamedTuple):
     """Bounds on a step's work, from shapes alone, so that planning does not sync the GPU."""
 
-    variant: Variant
+    variant: DecodeVariant
     slots: int
     """CTAs resident at once."""
     max_units: int
@@ -97,23 +97,23 @@ class _PlanKey(NamedTuple):
     device: torch.device
 
 
-def plan_of(inputs: AttentionInputs, recipe: RecipeVariant) -> Plan:
+def plan_of(inputs: AttentionInputs, recipe: RecipeVariant) -> DecodePlan:
     """`make_plan`, cached for all layers that share `inputs.plans`."""
     num_tokens, num_heads, _ = inputs.query.shape
     key = _PlanKey(
-        inputs.layout,
-        num_heads,
-        num_tokens,
-        inputs.block_tables.shape[1],
-        inputs.sliding_window,
-        inputs.batch_invariant,
-        recipe,
-        inputs.query.device,
+        layout=inputs.layout,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        max_pages=inputs.block_tables.shape[1],
+        sliding_window=inputs.sliding_window,
+        batch_invariant=inputs.batch_invariant,
+        recipe=recipe,
+        device=inputs.query.device,
     )
     return inputs.plans.get(key, lambda: make_plan(inputs, recipe))
 
 
-def make_plan(inputs: AttentionInputs, recipe: RecipeVariant = NO_RECIPE) -> Plan:
+def make_plan(inputs: AttentionInputs, recipe: RecipeVariant = NO_RECIPE) -> DecodePlan:
     """Split a step's attention into units that just fill the GPU.
 
     The plan serves every call with the same layout, heads, window and lengths, in order on one
@@ -162,7 +162,7 @@ def make_plan(inputs: AttentionInputs, recipe: RecipeVariant = NO_RECIPE) -> Pla
     nvrtc.launch(kernels["plan_work"], 1, 1024, [params])
     merge_ctas = slice_ctas(num_tokens * num_heads, layout.head_size_v)
     partial_out = (limits.rows, layout.head_size_v)
-    return Plan(
+    return DecodePlan(
         variant=variant,
         data=data,
         view=PlanView(data.data_ptr(), units_offset, items_offset),

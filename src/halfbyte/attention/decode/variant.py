@@ -33,7 +33,7 @@ WARPS = 4
 """Per CTA."""
 
 
-class Variant(NamedTuple):
+class DecodeVariant(NamedTuple):
     """Compile-time options; see the headers of `decode.cu` and `decode_wgmma.cu`."""
 
     tile: int
@@ -114,7 +114,7 @@ def choose_variant(
     batch_invariant: bool,
     compute_capability: int,
     recipe: RecipeVariant = NO_RECIPE,
-) -> Variant | None:
+) -> DecodeVariant | None:
     """The fastest known variant for the work on a GPU; None if shared memory is too small.
 
     Eight warps per SM saturate the bandwidth of an H200 and leave 255 registers per thread; more
@@ -139,7 +139,7 @@ def choose_variant(
     if compute_capability == 90 and nvfp4 and columns > 16:
         return _wgmma_variant(layout, columns, head_size, recipe)
     variants = [
-        Variant(
+        DecodeVariant(
             *(tile, n, duplicate, _shares_q(n, head_size), stages, ctas),
             means=recipe.pairs > 0,
             kept_pairs=pairs,
@@ -174,13 +174,13 @@ def _max_tile_tokens(n_tiles: int, head_size: int, nvfp4: bool) -> int:
 
 def _wgmma_variant(
     layout: PageLayout, columns: float, head_size: int, recipe: RecipeVariant
-) -> Variant:
+) -> DecodeVariant:
     """The `wgmma` variant, with as many CTAs per SM as its accumulators leave registers for."""
     n_tiles = 4 if columns <= 32 else 8
     max_ctas = 3 if n_tiles == 4 and head_size <= 128 else 2
     whole = _pages_like_tiles(layout)
     variants = (
-        Variant(
+        DecodeVariant(
             *(tile, n_tiles, False, True, stages, ctas, True, whole),
             means=recipe.pairs > 0,
             keeps_query=keeps,
@@ -224,7 +224,7 @@ def macros(
     group: int,
     dtype: torch.dtype,
     softcap: bool,
-    variant: Variant,
+    variant: DecodeVariant,
 ) -> dict[str, int | None]:
     """Macros of `decode.cu`, `decode_wgmma.cu` and `merge.cu`, without a recipe.
 

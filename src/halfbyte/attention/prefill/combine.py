@@ -20,7 +20,7 @@ from halfbyte.kernels.runtime.devices import current_device
 
 # Numbers that change per batch must not trigger recompilation.
 @triton.jit(do_not_specialize=["num_rows", *(f"l{i}_stride_head" for i in range(MAX_PARTS))])
-def _combine(
+def combine_kernel(
     out,
     out_stride_row,
     out_stride_head,
@@ -125,17 +125,17 @@ def combine(
     values_of_head = block_rows * block_dims
     block_heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // values_of_head))
     with current_device(out.get_device()):
-        _combine[triton.cdiv(rows, block_rows), triton.cdiv(num_heads, block_heads)](
-            out,
-            out.stride(0),
-            out.stride(1),
-            out if lse is None else lse,
-            0 if lse is None else lse.stride(0),
-            out if sinks is None else sinks,
-            *outs,
-            *all_logs,
-            *(log.stride(0) for log in all_logs),
-            rows,
+        combine_kernel[triton.cdiv(rows, block_rows), triton.cdiv(num_heads, block_heads)](
+            out=out,
+            out_stride_row=out.stride(0),
+            out_stride_head=out.stride(1),
+            lse=out if lse is None else lse,
+            lse_stride_row=0 if lse is None else lse.stride(0),
+            sinks=out if sinks is None else sinks,
+            **{f"o{i}": o for i, o in enumerate(outs)},
+            **{f"l{i}": log for i, log in enumerate(all_logs)},
+            **{f"l{i}_stride_head": log.stride(0) for i, log in enumerate(all_logs)},
+            num_rows=rows,
             num_heads=num_heads,
             head_size=head_size,
             num_parts=len(parts),

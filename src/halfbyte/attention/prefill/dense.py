@@ -120,15 +120,15 @@ def plan_of(inputs: AttentionInputs) -> DensePlan:
     layout = inputs.layout
     tokens_per_tile = _tiles(inputs).tokens(inputs.query.shape[1] // layout.num_kv_heads)
     key = _PlanKey(
-        workspace_tokens(inputs),
-        queries_at_once(inputs),
-        tokens_per_tile,
-        layout.head_size,
-        layout.head_size_v,
-        inputs.sliding_window,
-        inputs.softcap is None,
-        inputs.scale > 0,
-        inputs.query.device,
+        workspace_tokens=workspace_tokens(inputs),
+        queries_at_once=queries_at_once(inputs),
+        tokens_per_tile=tokens_per_tile,
+        head_size=layout.head_size,
+        head_size_v=layout.head_size_v,
+        sliding_window=inputs.sliding_window,
+        is_uncapped=inputs.softcap is None,
+        is_positive=inputs.scale > 0,
+        device=inputs.query.device,
     )
     return inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
 

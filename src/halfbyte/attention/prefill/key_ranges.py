@@ -24,7 +24,7 @@ class KeyRanges(NamedTuple):
     ends: torch.Tensor
     """int32 `[sequences]`: the position after the last key."""
     rows: torch.Tensor
-    """int32 `[sequences]`: row of the workspace for the first key; with `ring` for position 0."""
+    """int32 `[sequences]`: row of the workspace of its first key; for rings, of slot 0."""
     ring: int = 0
     """Rows of a ring: the key at position p goes p % ring rows after `rows`. 0: keys of a range go
     to consecutive rows."""

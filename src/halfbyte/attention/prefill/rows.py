@@ -244,22 +244,28 @@ def run_rows(
     query = query if query.stride(2) == 1 else query.contiguous()
     head_blocks = -(-group // tiles.block_m)
     grid = (work.shape[0] * kv_heads * head_blocks,)
+    score_scale, cap = exponent_factors(scale, softcap)
     with current_device(query.get_device()):
         rows_kernel[grid](
-            query,
-            key,
-            value,
-            work,
+            query=query,
+            key=key,
+            value=value,
+            tiles=work,
             # Absent tensors get any pointer; it is never read.
-            out if sinks is None else sinks.contiguous(),
-            out,
-            out if lse is None else lse,
-            *exponent_factors(scale, softcap),
-            sliding_window or 0,
-            *query.stride()[:2],
-            *key.stride()[:2],
-            *value.stride()[:2],
-            *out.stride()[:2],
+            sinks=out if sinks is None else sinks.contiguous(),
+            out=out,
+            lse=out if lse is None else lse,
+            score_scale=score_scale,
+            cap=cap,
+            window=sliding_window or 0,
+            query_token=query.stride(0),
+            query_head=query.stride(1),
+            key_row=key.stride(0),
+            key_head=key.stride(1),
+            value_row=value.stride(0),
+            value_head=value.stride(1),
+            out_token=out.stride(0),
+            out_head=out.stride(1),
             # Triton's interpreter has no bfloat16 matmul.
             operand=_OPERANDS[query.dtype] if query.is_cuda else tl.float32,
             has_sinks=sinks is not None,

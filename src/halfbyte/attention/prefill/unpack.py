@@ -1,7 +1,7 @@
 """Unpacks keys and values into the workspace, for dense kernels."""
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,8 @@ from halfbyte.attention.prefill.unpack_kernel import unpack_kernel
 from halfbyte.kernels.formats.kv_tiles import page_stride_of, scale_factor, side_geometry
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kvcache.recent_step import LayerPages
-from halfbyte.kvcache.transform import MARK
+from halfbyte.kvcache.transform import MARK, KVTransform, MeanTables
+from halfbyte.layouts import PageLayout
 from halfbyte.layouts.formats import KV_FORMATS
 from halfbyte.numerics.hadamard import block_size, hadamard
 
@@ -88,52 +89,70 @@ def unpack_into(
     k, v = side_geometry(layout, "k"), side_geometry(layout, "v")
     k_factor, k_global = scale_factor(inputs.k_scale, layout.k_dtype, pages.device)
     v_factor, v_global = scale_factor(inputs.v_scale, layout.v_dtype, pages.device)
-    matrix = tables = first_keys = first_values = None
-    if transform is not None:
-        tables = transform.mean_tables
-        first_keys, first_values = transform.first_keys, transform.first_values
-        if transform.rotate:
-            matrix = half_matrix(layout.head_size, k.padded, pages.device)
-            k_factor *= block_size(layout.head_size) ** -0.5
+    undone = _transform_arguments(transform, layout, k.padded, pages)
+    if undone["rotated"]:
+        k_factor *= block_size(layout.head_size) ** -0.5
     capability = gpu_of(pages.device).capability
-    tile = choose_tile(layout.head_size, matrix is not None, capability)
+    tile = choose_tile(layout.head_size, undone["rotated"], capability)
     tiles = -(-ranges.max_keys // tile.num_tokens)
-    if tables is not None:
+    if undone["segment"]:
         tiles += 1  # the first tile may start before the range
     # Absent tensors get any pointer; it is never read.
     with current_device(pages.get_device()):
         unpack_kernel[tiles, num_seqs, 2 * layout.num_kv_heads](
-            pages,
-            block_tables,
-            ranges.begins,
-            ranges.ends,
-            ranges.rows,
-            pages if k_global is None else k_global,
-            pages if v_global is None else v_global,
-            k_out,
-            v_out,
-            pages if matrix is None else matrix,
-            *((pages,) * 4 if tables is None else tables),
-            pages if first_keys is None else first_keys.contiguous(),
-            pages if first_values is None else first_values.contiguous(),
-            k_factor * _omitted_factor(k.kind),
-            v_factor * _omitted_factor(v.kind),
-            page_stride_of(pages, layout),
-            block_tables.stride(0),
-            0 if tables is None else len(tables.cos),
-            *k_out.stride()[:2],
-            *v_out.stride()[:2],
+            pages=pages,
+            tables=block_tables,
+            begins=ranges.begins,
+            ends=ranges.ends,
+            first_rows=ranges.rows,
+            k_global=pages if k_global is None else k_global,
+            v_global=pages if v_global is None else v_global,
+            k_out=k_out,
+            v_out=v_out,
+            k_factor=k_factor * _omitted_factor(k.kind),
+            v_factor=v_factor * _omitted_factor(v.kind),
+            page_stride=page_stride_of(pages, layout),
+            table_stride=block_tables.stride(0),
+            k_out_token=k_out.stride(0),
+            k_out_head=k_out.stride(1),
+            v_out_token=v_out.stride(0),
+            v_out_head=v_out.stride(1),
             k=k,
             v=v,
             kv_heads=layout.num_kv_heads,
             k_global_on_device=k_global is not None,
             v_global_on_device=v_global is not None,
-            rotated=matrix is not None,
-            segment=0 if transform is None or tables is None else transform.segment,
-            knows_first=first_keys is not None,
             mark=MARK,
             ring=ranges.ring,
             num_tokens=tile.num_tokens,
             ptx=pages.is_cuda,
             num_warps=tile.num_warps,
+            **undone,
         )
+
+
+def _transform_arguments(
+    transform: KVTransform | None, layout: PageLayout, padded: int, absent: torch.Tensor
+) -> dict[str, Any]:
+    """Arguments of `unpack_kernel` that undo the transform of K.
+
+    Args:
+        padded: columns of a tile of K.
+        absent: replaces tensors that the transform does not have; never read.
+    """
+    matrix = tables = first_keys = first_values = None
+    if transform is not None:
+        tables = transform.mean_tables
+        first_keys, first_values = transform.first_keys, transform.first_values
+        if transform.rotate:
+            matrix = half_matrix(layout.head_size, padded, absent.device)
+    return {
+        "matrix": absent if matrix is None else matrix,
+        **(MeanTables(absent, absent, absent, absent) if tables is None else tables)._asdict(),
+        "first_keys": absent if first_keys is None else first_keys.contiguous(),
+        "first_values": absent if first_values is None else first_values.contiguous(),
+        "num_segments": 0 if tables is None else len(tables.cos),
+        "rotated": matrix is not None,
+        "segment": 0 if transform is None or tables is None else transform.segment,
+        "knows_first": first_keys is not None,
+    }

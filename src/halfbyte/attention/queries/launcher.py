@@ -11,7 +11,7 @@ from halfbyte.attention.queries.positions import QueryPositions
 from halfbyte.kernels.formats.dot_operands import dot_operand
 from halfbyte.kernels.formats.kv_tiles import page_stride_of, side_geometry
 from halfbyte.kernels.runtime.devices import current_device
-from halfbyte.kvcache.transform import MARK, KVTransform
+from halfbyte.kvcache.transform import MARK, KVTransform, PairTables
 from halfbyte.numerics.hadamard import block_size
 
 # (rows, segments, warps) per program; each program reads the tables of means once.
@@ -90,7 +90,8 @@ def transform_queries(
         transform.segment if max_segments else 0,
     )
     if query.numel():
-        _launch(inputs, transform, query, tuple(x[tokens] for x in positions), result, bias_scale)
+        positions = QueryPositions(*(x[tokens] for x in positions))
+        _launch(inputs, transform, query, positions, result, bias_scale)
     return result
 
 
@@ -98,7 +99,7 @@ def _launch(
     inputs: AttentionInputs,
     transform: KVTransform,
     query: torch.Tensor,
-    positions: tuple[torch.Tensor, ...],
+    positions: QueryPositions,
     result: TransformedQuery,
     bias_scale: float,
 ) -> None:
@@ -117,23 +118,28 @@ def _launch(
     # Absent tensors get any pointer; it is never read.
     with current_device(query.get_device()):
         transform_kernel[(-(-rows // tile), 1 + -(-result.num_segments // segments))](
-            query,
-            *positions,
-            block_tables,
-            inputs.pages,
-            *((query,) * 6 if tables is None else tables),
-            query if first is None else first.contiguous(),
-            *(query if x is None else x for x in result[:4]),
-            inputs.scale,
-            bias_scale,
-            inputs.softcap or 0.0,
-            rows,
-            0 if tables is None else len(tables.cos),
-            result.num_segments,
-            block_tables.stride(0),
-            page_stride_of(inputs.pages, layout),
-            inputs.sliding_window or 0,
-            *query.stride()[:2],
+            query=query,
+            sequences=positions.sequences,
+            positions=positions.positions,
+            tables=block_tables,
+            pages=inputs.pages,
+            **(PairTables(*(query,) * 6) if tables is None else tables)._asdict(),
+            first_keys=query if first is None else first.contiguous(),
+            rotated=result.query,
+            bias=query if result.bias is None else result.bias,
+            first_scores=query if result.first_scores is None else result.first_scores,
+            first_indices=query if result.first_indices is None else result.first_indices,
+            scale=inputs.scale,
+            bias_scale=bias_scale,
+            cap=inputs.softcap or 0.0,
+            num_rows=rows,
+            num_segments=0 if tables is None else len(tables.cos),
+            bias_stride=result.num_segments,
+            table_stride=block_tables.stride(0),
+            page_stride=page_stride_of(inputs.pages, layout),
+            window=inputs.sliding_window or 0,
+            query_token=query.stride(0),
+            query_head=query.stride(1),
             k=side_geometry(layout, "k"),
             heads=num_heads,
             group=num_heads // layout.num_kv_heads,

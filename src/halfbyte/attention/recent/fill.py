@@ -44,19 +44,20 @@ def unpack_into_rings(
 
     ranges = step.missing_ranges(window, packed.pages.device)
     _, kv_heads, ring, _ = rings[0].shape
-    # As rows of one head and entry, whose number in all rings `rows` has.
+    # Entry 0 as [ring, kv_heads, D]. Its row stride is D, so entry e starts at row
+    # e * kv_heads * ring.
     k_out, v_out = (x[0].transpose(0, 1) for x in rings)
     unpack_into(
         k_out,
         v_out,
         packed,
         KeyRanges(
-            ranges.numbers,
-            ring,
-            ranges.max_tokens,
-            ranges.begins,
-            ranges.ends,
-            ranges.entries * (kv_heads * ring),
-            ring,
+            sequences=ranges.numbers,
+            num_rows=ring,
+            max_keys=ranges.max_tokens,
+            begins=ranges.begins,
+            ends=ranges.ends,
+            rows=ranges.entries * (kv_heads * ring),
+            ring=ring,
         ),
     )

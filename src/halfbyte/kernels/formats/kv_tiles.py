@@ -22,7 +22,7 @@ from halfbyte.kernels.formats.decode import (
     nvfp4_to_float16,
     spread,
 )
-from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
 from halfbyte.layouts.formats import KV_FORMATS
 
 
@@ -85,14 +85,8 @@ def page_stride_of(pages: torch.Tensor, layout: PageLayout) -> int:
     Raises:
         ValueError: pages that are not aligned as the layout's 16- or 32-bit formats need.
     """
-    stride = pages.stride(0) if pages.shape[0] > 1 else 0  # undefined for a single page
-    itemsize = max(side.storage_dtype.itemsize for side in (layout.k_dtype, layout.v_dtype))
-    if (pages.data_ptr() | stride) % itemsize:
-        raise ValueError(
-            f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples of "
-            f"{itemsize} bytes for K in {layout.k_dtype} and V in {layout.v_dtype}"
-        )
-    return stride
+    layout.check_alignment(pages)
+    return page_stride(pages)
 
 
 def scale_factor(

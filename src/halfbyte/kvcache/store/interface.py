@@ -59,7 +59,16 @@ def reshape_and_cache(
             last page where that is checked.
     """
     inputs = StoreInputs(
-        key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions, recent
+        key=key,
+        value=value,
+        pages=pages,
+        slot_mapping=slot_mapping,
+        layout=layout,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        transform=transform,
+        positions=positions,
+        recent=recent,
     )
     _check(inputs)
     layout.k_dtype.check_scale_on_host(k_scale, "k_scale")

@@ -25,7 +25,7 @@ from halfbyte.kvcache.store.base import StoreInputs, global_scale_on
 from halfbyte.kvcache.store.triton_feedback_kernel import store_feedback_kernel
 from halfbyte.kvcache.store.triton_rows import ROW, Side, side_of, store_side
 from halfbyte.kvcache.store.triton_transform import store_transformed_kernel
-from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
+from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform, MeanTables
 from halfbyte.layouts import PageLayout, page_stride
 from halfbyte.numerics.hadamard import block_size
 
@@ -145,15 +145,13 @@ def store_kernel(
 
 
 class _Launch(NamedTuple):
-    """A kernel with its grid, and arguments besides those that all store kernels take."""
+    """A kernel with its grid, and arguments by name besides those that all store kernels take."""
 
     kernel: Any
     grid: tuple[int, int]
     rows: int
     num_warps: int
-    tensors: tuple[torch.Tensor, ...] = ()
-    numbers: tuple[int, ...] = ()
-    constants: Mapping[str, Any] = MappingProxyType({})
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
 
 def store_tokens(inputs: StoreInputs) -> None:
@@ -175,27 +173,30 @@ def store_tokens(inputs: StoreInputs) -> None:
         inputs.recent.write(key, value)
     if num_slots == 0:
         return
-    geometry = _aligned_geometry(pages, layout)
+    layout.check_alignment(pages)
+    stride = page_stride(pages)
+    geometry = _geometry(layout, (pages.data_ptr() | stride) % 4 == 0)
     k_global = global_scale_on(pages.device, "k_scale", inputs.k_scale, layout.k_dtype)
     v_global = global_scale_on(pages.device, "v_scale", inputs.v_scale, layout.v_dtype)
     launch = _launch(inputs, num_slots * geometry.rows_per_token)
     with current_device(pages.get_device()):
         launch.kernel[launch.grid](
-            key,
-            value,
-            pages,
-            slot_mapping,
-            *launch.tensors[:1],
-            k_global,
-            v_global,
-            *launch.tensors[1:],
-            num_slots,
-            pages.shape[0] * layout.block_size,
-            *launch.numbers,
-            page_stride(pages),
-            slot_mapping.stride(0),
-            *key.stride(),
-            *value.stride(),
+            key=key,
+            value=value,
+            pages=pages,
+            slots=slot_mapping,
+            k_scale=k_global,
+            v_scale=v_global,
+            num_slots=num_slots,
+            capacity=pages.shape[0] * layout.block_size,
+            page_stride=stride,
+            slot_stride=slot_mapping.stride(0),
+            key_stride_token=key.stride(0),
+            key_stride_head=key.stride(1),
+            key_stride=key.stride(2),
+            value_stride_token=value.stride(0),
+            value_stride_head=value.stride(1),
+            value_stride=value.stride(2),
             k_side=geometry.key,
             v_side=geometry.value,
             k_offsets=geometry.key_offsets,
@@ -208,21 +209,8 @@ def store_tokens(inputs: StoreInputs) -> None:
             num_warps=launch.num_warps,
             enable_fp_fusion=False,
             **overlap_options(pages.get_device()),
-            **launch.constants,
+            **launch.arguments,
         )
-
-
-def _aligned_geometry(pages: torch.Tensor, layout: PageLayout) -> "_Geometry":
-    """Raises ValueError for pages whose alignment does not suit the formats."""
-    stride = page_stride(pages)
-    misaligned = pages.data_ptr() | stride
-    geometry = _geometry(layout, misaligned % 4 == 0)
-    if misaligned % geometry.itemsize:
-        raise ValueError(
-            f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples "
-            f"of {geometry.itemsize} bytes for K in {layout.k_dtype} and V in {layout.v_dtype}"
-        )
-    return geometry
 
 
 def _launch(inputs: StoreInputs, num_rows: int) -> _Launch:
@@ -233,41 +221,43 @@ def _launch(inputs: StoreInputs, num_rows: int) -> _Launch:
     if transform is None:
         return _Launch(store_kernel, grid, rows, num_warps)
     assert inputs.positions is not None
-    tensors, numbers, constants = _transform_arguments(
-        transform, inputs.positions, layout, inputs.pages
-    )
-    of_rings = _ring_arguments(recent, layout, rows, inputs.pages)
-    tensors, constants = (*tensors, *of_rings[0]), constants | of_rings[2]
+    arguments = _transform_arguments(transform, inputs.positions, layout, inputs.pages)
+    arguments |= _ring_arguments(recent, layout, rows, inputs.pages)
     if recent is not None:
-        programs = -(-len(recent.rows) * layout.num_kv_heads // constants["pairs"])
+        programs = -(-len(recent.rows) * layout.num_kv_heads // arguments["pairs"])
         grid = (max(grid[0], programs), 3)
     kernel: Any = store_transformed_kernel
     if transform.feedback is not None:
         kernel = store_feedback_kernel
-        num_slots, is_weighted = len(inputs.slot_mapping), constants["weighted"]
-        of_feedback = _feedback_arguments(
+        num_slots, is_weighted = len(inputs.slot_mapping), arguments["weighted"]
+        of_feedback, (rows, num_warps, programs) = _feedback_arguments(
             transform.feedback, layout, num_slots, is_weighted=is_weighted
         )
-        tensors, constants = (*tensors, *of_feedback[0]), constants | of_feedback[1]
-        rows, num_warps, programs = of_feedback[2]
+        arguments |= of_feedback
         grid = (max(programs, -(-num_rows // rows), grid[0]), grid[1])
-    return _Launch(kernel, grid, rows, num_warps, tensors, (*numbers, of_rings[1]), constants)
+    return _Launch(kernel, grid, rows, num_warps, arguments)
 
 
 def _transform_arguments(
     transform: KVTransform, positions: torch.Tensor, layout: PageLayout, absent: torch.Tensor
-) -> tuple[tuple[torch.Tensor, ...], tuple[int, int], dict[str, Any]]:
-    """Tensors, numbers and constants of `store_transformed_kernel`; `absent` replaces None."""
+) -> dict[str, Any]:
+    """Arguments of `store_transformed_kernel`; `absent` replaces None."""
     tables, first = transform.mean_tables, transform.first_keys
-    means = (absent,) * 4 if tables is None else tables
-    firsts = (absent,) * 2
+    first_keys = first_values = absent
     if first is not None and transform.first_values is not None:
-        firsts = first.contiguous(), transform.first_values.contiguous()
-    numbers = (0 if first is None else len(first), 0 if tables is None else len(tables.cos))
+        first_keys, first_values = first.contiguous(), transform.first_values.contiguous()
+    k_weights = transform.k_weights
     v_weights = transform.v_weights if layout.v_dtype.is_nvfp4 else None
-    weights = [absent if w is None else w.contiguous() for w in (transform.k_weights, v_weights)]
     block = block_size(layout.head_size) if transform.rotate else 0
-    constants = {
+    return {
+        "positions": positions.contiguous(),
+        **(MeanTables(absent, absent, absent, absent) if tables is None else tables)._asdict(),
+        "first_keys": first_keys,
+        "first_values": first_values,
+        "k_weights": absent if k_weights is None else k_weights.contiguous(),
+        "v_weights": absent if v_weights is None else v_weights.contiguous(),
+        "num_first": 0 if first is None else len(first),
+        "num_segments": 0 if tables is None else len(tables.cos),
         "centred": tables is not None,
         "segment": transform.segment,
         "block": block,
@@ -275,32 +265,31 @@ def _transform_arguments(
         "knows_first": first is not None,
         "mark": MARK,
         "tolerance": MATCH_TOLERANCE,
-        "weighted": transform.k_weights is not None,
+        "weighted": k_weights is not None,
         "weighted_v": v_weights is not None,
     }
-    return (positions.contiguous(), *means, *firsts, *weights), numbers, constants
 
 
 def _ring_arguments(
     recent: RingSlots | None, layout: PageLayout, rows: int, absent: torch.Tensor
-) -> tuple[tuple[torch.Tensor, ...], int, dict[str, Any]]:
+) -> dict[str, Any]:
     """The same for the rings; a program copies as many values as it encodes."""
     padded, padded_v = (1 << (n - 1).bit_length() for n in (layout.head_size, layout.head_size_v))
-    constants = {
+    rings = RingSlots(absent, absent, absent, absent, absent) if recent is None else recent
+    return {
+        **{f"ring_{name}": tensor for name, tensor in rings._asdict().items()},
+        "num_kept": 0 if recent is None else len(recent.rows),
         "ring_size": 0 if recent is None else recent.keys.shape[2],
         "pairs": max(1, rows * ROW // max(padded, padded_v)),
         "padded": padded,
         "padded_v": padded_v,
     }
-    if recent is None:
-        return (absent,) * 5, 0, constants
-    return tuple(recent), len(recent.rows), constants
 
 
 def _feedback_arguments(
     feedback: torch.Tensor, layout: PageLayout, num_slots: int, *, is_weighted: bool
-) -> tuple[tuple[torch.Tensor, ...], dict[str, int], tuple[int, int, int]]:
-    """Further tensors and constants of `store_feedback_kernel`; its rows, warps and programs for K.
+) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Further arguments of `store_feedback_kernel`; its rows, warps and programs for K.
 
     Args:
         is_weighted: whether K's block scales are chosen by weighted error.
@@ -316,8 +305,13 @@ def _feedback_arguments(
     rows = min(max(rows, parts), parts * tokens)
     programs = heads * -(-num_slots // tokens)
     scratch = torch.empty(programs, size, tokens, dtype=torch.float32, device=feedback.device)
-    tensors = (feedback.contiguous(), scratch)
-    return tensors, {"parts": parts, "tokens": tokens}, (rows, num_warps, programs)
+    arguments = {
+        "feedback": feedback.contiguous(),
+        "scratch": scratch,
+        "parts": parts,
+        "tokens": tokens,
+    }
+    return arguments, (rows, num_warps, programs)
 
 
 class _Geometry(NamedTuple):
@@ -326,8 +320,6 @@ class _Geometry(NamedTuple):
     key_offsets: tuple[int, int]
     """Bytes of the page before the data and before the scales."""
     value_offsets: tuple[int, int]
-    itemsize: int
-    """Bytes of the largest stored float; 1 where there is none."""
     rows_per_token: int
     """Rows of K or V, whichever has more."""
 
@@ -341,7 +333,6 @@ def _geometry(layout: PageLayout, pages_aligned: bool) -> _Geometry:
         value,
         key_offsets,
         value_offsets,
-        max(layout.k_dtype.storage_dtype.itemsize, layout.v_dtype.storage_dtype.itemsize),
         layout.num_kv_heads * -(-max(layout.head_size, layout.head_size_v) // ROW),
     )
 

@@ -69,13 +69,14 @@ def product_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return out.zero_()
     with current_device(x.get_device()):
         product_kernel[(triton.cdiv(m, _TILE_M) * triton.cdiv(n, _TILE_N),)](
-            x,
-            weight,
-            out,
-            m,
-            n,
-            k,
-            *weight.stride(),
+            x=x,
+            weight=weight,
+            out=out,
+            m=m,
+            n=n,
+            k=k,
+            n_stride=weight.stride(0),
+            k_stride=weight.stride(1),
             tile_m=_TILE_M,
             tile_n=_TILE_N,
             tile_k=_TILE_K if x.dtype != torch.float32 else _TILE_K // 2,

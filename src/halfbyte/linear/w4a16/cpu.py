@@ -37,7 +37,7 @@ _CALL = struct.Struct("6P5q4i")
 """`LinearCall` of the source."""
 
 
-class PackedWeight(NamedTuple):
+class CpuPackedWeight(NamedTuple):
     """NVFP4 weights `[N, K]` in the kernel's layout, contiguous."""
 
     codes: torch.Tensor
@@ -58,7 +58,7 @@ def pack_weight(
         weight_scale: float8_e4m3fn `[N, K/16]`.
 
     Returns:
-        `codes` and `scales` of a `PackedWeight`.
+        `codes` and `scales` of a `CpuPackedWeight`.
     """
     n, blocks = weight_scale.shape
     strips, chunks = -(-n // STRIP), -(-blocks * 16 // CHUNK)
@@ -91,7 +91,7 @@ def unpack_weight(
 
 def linear_cpu(
     x: torch.Tensor,
-    weight: PackedWeight,
+    weight: CpuPackedWeight,
     bias: torch.Tensor | None = None,
     *,
     batch_invariant: bool = True,
@@ -128,7 +128,7 @@ def linear_cpu(
 
 
 def dequantize_cpu(
-    weight: PackedWeight, k: int, dtype: torch.dtype, out: torch.Tensor | None = None
+    weight: CpuPackedWeight, k: int, dtype: torch.dtype, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The weights as `numerics.nvfp4.dequantize` gives them, but transposed: `[K, N]`.
 
@@ -147,7 +147,9 @@ def dequantize_cpu(
     return out
 
 
-def _linear_dense(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear_dense(
+    x: torch.Tensor, weight: CpuPackedWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
     k, n = x.shape[1], weight.row_scales.shape[0]
     out = x.new_empty(x.shape[0], n)
     strips = max(1, _DENSE_VALUES // (STRIP * k))
@@ -156,7 +158,7 @@ def _linear_dense(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
     workspace = _kept(k * stride, x.dtype).view(k, stride)
     for first in range(0, weight.codes.shape[0], strips):
         some, rows = slice(first, first + strips), slice(first * STRIP, (first + strips) * STRIP)
-        part = PackedWeight(weight.codes[some], weight.scales[some], weight.row_scales[rows])
+        part = CpuPackedWeight(weight.codes[some], weight.scales[some], weight.row_scales[rows])
         values = workspace[:, : part.row_scales.shape[0]]
         dequantize_cpu(part, k, x.dtype, values)
         part_bias = None if bias is None else bias[rows].to(x.dtype)
@@ -183,7 +185,7 @@ def _is_dense_faster(dtype: torch.dtype) -> bool:
 
 def _call(
     x: torch.Tensor | None,
-    weight: PackedWeight,
+    weight: CpuPackedWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     k: int,
@@ -214,7 +216,7 @@ def _loaded() -> ctypes.CDLL:
     return loaded
 
 
-def _check_weight(weight: PackedWeight, k: int) -> None:
+def _check_weight(weight: CpuPackedWeight, k: int) -> None:
     """The kernel trusts these shapes. One condition, because several would slow small layers."""
     codes, scales, row_scales = weight
     strips, chunks = -(-row_scales.shape[0] // STRIP), -(-k // CHUNK)
@@ -250,8 +252,8 @@ def nvfp4_linear_cpu(
     n: int,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """`linear_cpu` of x `[..., K]`, to `[..., N]`; other arguments as in `PackedWeight`."""
-    weight = PackedWeight(codes, scales, row_scales)
+    """`linear_cpu` of x `[..., K]`, to `[..., N]`; other arguments as in `CpuPackedWeight`."""
+    weight = CpuPackedWeight(codes, scales, row_scales)
     rows = x.reshape(-1, x.shape[-1])
     out = linear_cpu(rows, weight, bias, batch_invariant=batch_invariant)
     return out.view(*x.shape[:-1], n)

@@ -88,8 +88,8 @@ def native_fp4_op(
         left = quantize(matrix, input_scale.reshape(1))
         biases: list[torch.Tensor | None] = [None] * len(rows)
         if bias is not None and multiply_adds_bias:
-            pieces = zip(bias.split(rows), weights, strict=True)
-            biases = [F.pad(b, (0, w.shape[0] - b.shape[0])).contiguous() for b, w in pieces]
+            chunks = zip(bias.split(rows), weights, strict=True)
+            biases = [F.pad(b, (0, w.shape[0] - b.shape[0])).contiguous() for b, w in chunks]
         rights = map(Operand, weights, weight_scales, global_scales)
         outputs = [
             multiply(left, right, x.dtype, b) for right, b in zip(rights, biases, strict=True)

@@ -43,7 +43,7 @@ def nvfp4_moe_cuda(
         works = work_of(gate_up, activation), work_of(down, None)
         variant = _variant(topk_ids.numel(), works, x.get_device())
         if variant != "triton":
-            return (streamed if variant == "few" else gemm).run(*arguments)
+            return (streamed if variant == "streaming" else gemm).run(*arguments)
     # Imported here: the registry must not need Triton.
     from halfbyte.moe.triton_launcher import moe_triton
 
@@ -53,7 +53,7 @@ def nvfp4_moe_cuda(
 @lru_cache(maxsize=4096)
 def _variant(
     num_pairs: int, works: tuple[Work, Work], device: int
-) -> Literal["few", "gemm", "triton"]:
+) -> Literal["streaming", "gemm", "triton"]:
     """The kernels for so many pairs: `experts.cu`, `gemm.cu` or Triton's."""
     machine, num_experts = machine_of(device), works[0].num_experts
     tokens = None
@@ -61,7 +61,7 @@ def _variant(
         tokens = choose_tokens(works, num_pairs, machine.block_bytes, machine.num_sms)
     is_faster = tokens is None or num_pairs <= _MAX_MEAN_BESIDE_GEMM * num_experts
     if is_small(num_pairs, num_experts) and is_faster:
-        return "few"
+        return "streaming"
     return "triton" if tokens is None else "gemm"
 
 

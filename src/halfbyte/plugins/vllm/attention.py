@@ -23,7 +23,7 @@ from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
-from halfbyte.plugins.vllm.loading import accept_shard_ids
+from halfbyte.plugins.vllm.kv_scale_loader_fix import accept_shard_ids
 from halfbyte.plugins.vllm.metadata import HalfbyteMetadata
 from halfbyte.plugins.vllm.options import LastModel
 from halfbyte.plugins.vllm.recent import ring_slots, ring_tokens
@@ -156,16 +156,16 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
     def kind(self, head_size_v: int) -> LayerKind:
         """What decides which kernels the layer runs."""
         return LayerKind(
-            self.head_size,
-            head_size_v,
-            self.num_heads,
-            self.num_kv_heads,
-            self.sliding_window,
-            self.softcap,
-            self.sinks is not None,
-            self.format,
-            self.transform is not None,
-            self.rings is not None,
+            head_size=self.head_size,
+            head_size_v=head_size_v,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            sliding_window=self.sliding_window,
+            softcap=self.softcap,
+            has_sinks=self.sinks is not None,
+            format=self.format,
+            has_transform=self.transform is not None,
+            has_rings=self.rings is not None,
         )
 
     @property

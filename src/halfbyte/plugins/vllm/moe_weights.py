@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from halfbyte.linear.layer_tensors import StoredScale
+from halfbyte.linear.layer_tensors import StoredGlobalScale
 from halfbyte.moe import GPT_OSS, ExpertMatrices, GatedActivation, PackedExperts
 from halfbyte.moe.experts import BLOCK_SIZES, WeightFormat
 from halfbyte.plugins.vllm.linear_kernel import sane_scales
@@ -102,7 +102,7 @@ def _read_nvfp4(layer: Any, name: str, is_dummy: bool) -> ExpertMatrices:
     decode = getattr(layer, f"{name}_weight_scale_2", None)
     stored = getattr(layer, f"{name}_weight_global_scale") if decode is None else decode
     # On the CPU: comparing scalars must not sync the GPU.
-    values = StoredScale(stored.data.float().cpu().reshape(-1), decode is not None)
+    values = StoredGlobalScale(stored.data.float().cpu().reshape(-1), decode is not None)
     global_scale = values.decode_weights().reshape(stored.shape[0], -1).to(scales.device)
     if is_dummy:
         scales, global_scale = sane_scales(scales, global_scale)

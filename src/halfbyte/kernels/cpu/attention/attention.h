@@ -24,7 +24,7 @@ struct Recent {
   int32_t window;  // of the layer; `Call::window` is for tokens read from pages
 };
 
-// Field by field the `_CALL` of attention/cpu.py. Strides are in elements.
+// Field by field the `_Call` of attention/cpu.py. Strides are in elements.
 struct Call {
   const uint8_t* query;  // [tokens, heads, head_size]
   const uint8_t* pages;

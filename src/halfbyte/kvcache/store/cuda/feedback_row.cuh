@@ -194,7 +194,7 @@ __device__ __forceinline__ void take_turns(float* y, const Steps& by, const floa
 }
 
 // Rounds a row that is in `row`, and in lanes' `y`. Leaves the values that were rounded in `row`; returns the scale of
-// the block that has the lane's channels. The whole CTA comes here.
+// the block that has the lane's channels. Called by a whole CTA.
 __device__ __forceinline__ Rounding round_row(SharedRows& shared, const float* factor, float* row, float* y, float g) {
   const int lane = threadIdx.x % 32;
   const Inverse unit(mul(6.0f, g));

@@ -167,7 +167,7 @@ __device__ __forceinline__ void rotate(float* x, u32 part) {
   for (int i = 0; i < COUNT; i++) x[i] = mul(x[i], hadamard_norm(HEAD_SIZE));
 }
 
-// K' of a block; zeros for a token that is not there. A whole warp comes here. `mean` is of the same head and part.
+// K' of a block; zeros for a token that is not there. Called by a whole warp. `mean` is of the same head and part.
 __device__ __forceinline__ void load_key(const Params& p, float* x, Mean& mean, u32 token, u32 head, u32 part,
                                          i64 position) {
   if (token < p.num_slots) {
@@ -191,7 +191,7 @@ __device__ __forceinline__ i64 position_of(const Params& p, u32 token) {
 }
 
 #if FIRST_TYPE >= 0
-// Whether a head is a constant. A whole warp comes here, for one head.
+// Whether a head is a constant. Called by a whole warp, for one head.
 template <int TYPE, int SIZE>
 __device__ __forceinline__ bool is_constant(const void* x, u64 at, const void* constants, u64 constant) {
   float distance = 0.0f, size = 0.0f;
@@ -210,7 +210,7 @@ __device__ __forceinline__ bool is_constant(const void* x, u64 at, const void* c
   return !__any_sync(~0u, !is_number) && distance <= mul(size, 1.0f / (1 << TOLERANCE_EXPONENT));
 }
 
-// The first constant that K and V of a head are; -1 for none. A whole warp comes here.
+// The first constant that K and V of a head are; -1 for none. Called by a whole warp.
 __device__ __forceinline__ int find_first(const Params& p, u32 token, u32 head) {
   for (u32 i = 0; i < p.num_first; i++) {
     const u64 row = (u64)i * KV_HEADS + head;
@@ -252,7 +252,8 @@ __device__ __forceinline__ u8* key_scale(const Place& place, u32 head, u32 part)
   return place.page + (K_SCALE + place.offset * K_SCALE_TOKEN + head * K_SCALE_HEAD + part);
 }
 
-// A block of K, or its part of the mark for constant `first`, if that is not -1.
+// Stores a block of K. If first >= 0, stores the mark of calibrated first token `first` instead: its index in the first
+// code byte, MARK as the first block scale, zeros elsewhere.
 __device__ __forceinline__ void store_key(const Place& place, u32 head, u32 part, Encoded block, int first) {
   if (!place.keep) return;
   if (first >= 0) block = {make_uint2(part ? 0 : first, 0), part ? 0 : MARK};

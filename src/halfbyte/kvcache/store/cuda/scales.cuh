@@ -3,6 +3,7 @@
 //
 // Macros:
 //   FOUR_OVER_SIX   1 if K's format is `nvfp4_4over6`, 0 if `nvfp4`
+//   SMALL_GRID      1 if the launch does not fill the GPU
 
 #pragma once
 #include "kvcache/store/cuda/arithmetic.cuh"
@@ -132,7 +133,7 @@ __device__ __forceinline__ int exact_scale(const float* x, const Weights& weight
   const int start = ratio == ratio ? byte_of_ratio(ratio) : 0;
   int best = 0;
   float best_error = 0.0f;
-#pragma unroll FEW ? CANDIDATES : 1
+#pragma unroll SMALL_GRID ? CANDIDATES : 1
   for (int n = 0; n < CANDIDATES; n++) {
     const Candidate c = Candidate::near<EASY>(start, n, g);
     const float error = mul(mul(weighted_error<EASY, true, BLOCK>(x, weights.w, c.r), c.s), c.s);
@@ -141,10 +142,10 @@ __device__ __forceinline__ int exact_scale(const float* x, const Weights& weight
   return ratio == ratio ? best : NAN_SCALE;
 }
 
-// The byte with the smallest error; NAN_SCALE for NaN. A whole warp comes here.
+// The byte with the smallest error; NAN_SCALE for NaN. Called by a whole warp.
 template <bool EASY>
 __device__ __forceinline__ int best_scale(const float* x, const Weights& weights, float amax, float g) {
-  if (FEW || !EASY) return exact_scale<EASY>(x, weights, amax, g);
+  if (SMALL_GRID || !EASY) return exact_scale<EASY>(x, weights, amax, g);
   const int start = byte_of_normal(Inverse(mul(6.0f, g)).of(amax));
   bool is_sure;
   int best = start + likely_step(x, weights, g, start, is_sure);
@@ -221,7 +222,7 @@ __device__ __forceinline__ Encoded encode_as_format(const float* x, float g) {
   return {words, amax == 0.0f ? 0 : six.byte};
 }
 
-// A block with the scale of smallest weighted error, each value rounded alone. A whole warp comes here.
+// A block with the scale of smallest weighted error, each value rounded alone. Called by a whole warp.
 template <bool EASY>
 __device__ __forceinline__ Encoded encode_weighted(const float* x, const Weights& weights, float g) {
   const float amax = amax_of<BLOCK>(x);

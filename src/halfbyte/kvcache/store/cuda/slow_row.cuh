@@ -48,7 +48,7 @@ __device__ __forceinline__ void read_inputs(float* to, const void* x, u64 i) {
   }
 }
 
-// A lane's channels of K'; zeros for a token that is not there. A whole warp comes here.
+// A lane's channels of K'; zeros for a token that is not there. Called by a whole warp.
 __device__ __forceinline__ void load_channels(const Params& p, float* x, u32 token, u32 head, i64 position) {
   const u32 lane = threadIdx.x % 32, channel = lane * LANE_CHANNELS;
 #pragma unroll

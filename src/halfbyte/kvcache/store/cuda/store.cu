@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_keys(const Params& p, unsigned char* memor
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) store(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char memory[];
-#if FEW && BY == BY_BLOCK
+#if SMALL_GRID && BY == BY_BLOCK
   if (blockIdx.x < p.k_ctas) {
     const KeyBlock block(p);
     prefetch_key_block(p, block.part, block.head, block.token);

@@ -33,17 +33,16 @@ from halfbyte.numerics.nvfp4 import BLOCK_SIZE
 
 _OLDEST = 80
 _HEAD_SIZES = (64, 128, 256)
-_K_FORMATS = KVCacheDType.where(lambda row: row.recipe)
-_FORMATS = (*_K_FORMATS, *KVCacheDType.where(lambda row: row.fp8))
+_V_KINDS = {
+    KVCacheDType(name): row.cuda_store_id
+    for name, row in KV_FORMATS.items()
+    if row.cuda_store_id is not None
+}
+"""Formats of V, and their values of the macro `V_KIND`."""
+_K_FORMATS = tuple(dtype for dtype in _V_KINDS if dtype.is_nvfp4)
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Values of the macros `KEY_TYPE`, `VALUE_TYPE` and `FIRST_TYPE`."""
-_V_KINDS = {
-    KVCacheDType(name): 6 if row.recipe == "four_over_six" else row.cuda_id
-    for name, row in KV_FORMATS.items()
-    if row.cuda_id is not None and row.is_quantized
-}
-"""Values of the macro `V_KIND`: unlike readers, a writer must tell the recipes apart."""
 _BY_BLOCK, _BY_ROW, _BY_TILE = 1, 2, 3
 _WARPS = {_BY_BLOCK: 4, _BY_ROW: 4, _BY_TILE: 2}
 _TILE = 32
@@ -84,7 +83,7 @@ class _Params(ctypes.Structure):
     )
 
 
-class Variant(NamedTuple):
+class StoreVariant(NamedTuple):
     """What `store.cu` is compiled for, in addition to the layout."""
 
     key_dtype: torch.dtype
@@ -100,7 +99,7 @@ class Variant(NamedTuple):
     ring: bool
     in_words: bool
     """Whether codes begin at multiples of four bytes."""
-    few: bool = False
+    small_grid: bool = False
     """Whether the launch does not fill the GPU. All blocks are then rounded by the slow definition,
     because one warp that needed it would delay the whole launch."""
 
@@ -139,7 +138,7 @@ class Variant(NamedTuple):
     def macros(self, layout: PageLayout) -> dict[str, int | None]:
         """Macros that `store.cu` is compiled with."""
         of_regions = region_fields(layout)
-        by_block = 5 if self.k_weighted and not self.few else 4
+        by_block = 5 if self.k_weighted and not self.small_grid else 4
         ctas_per_sm = {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: 6}[self.by]
         return {
             "HEAD_SIZE": layout.head_size,
@@ -165,7 +164,7 @@ class Variant(NamedTuple):
             "WARPS": _WARPS[self.by],
             "STAGES": _stages(layout),
             "CTAS_PER_SM": ctas_per_sm,
-            "FEW": int(self.few),
+            "SMALL_GRID": int(self.small_grid),
         }
 
 
@@ -206,7 +205,7 @@ class CudaStore(StoreBackend):
                 f"takes K of 64, 128 or 256 and V of a multiple of {BLOCK_SIZE}, "
                 f"not {layout.head_size} and {layout.head_size_v}"
             )
-        return config.answer_of("cuda", _FORMATS)
+        return config.answer_of("cuda", _V_KINDS)
 
     @classmethod
     def store(cls, inputs: StoreInputs) -> None:
@@ -257,14 +256,14 @@ def store_transformed(inputs: StoreInputs) -> None:
         else:
             setattr(params, f"{name}_number", scale)
     fill = _blocks(layout, num_slots) / (_BLOCKS_PER_SM * num_sms(pages.get_device()) or 1)
-    variant = Variant(
+    variant = StoreVariant(
         key.dtype,
         value.dtype,
         *_bind_transform(arguments, transform, layout),
         by=_unit(transform, num_slots * layout.num_kv_heads, pages.get_device()),
         ring=ring,
         in_words=(pages.data_ptr() | params.page_stride) % 4 == 0,
-        few=fill < 1,
+        small_grid=fill < 1,
     )
     params.tokens = tokens = max(1, min(_MAX_TOKENS, int(fill)))
     params.k_ctas = variant.k_ctas(layout, num_slots, tokens)
@@ -285,7 +284,7 @@ _RING_NAMES = ("ring_keys", "ring_values", "ring_rows", "ring_owners", "ring_slo
 def _bind_transform(
     arguments: KernelArguments, transform: KVTransform, layout: PageLayout
 ) -> tuple[torch.dtype | None, bool, int, bool, bool]:
-    """Bind the transform's tensors; returns `Variant`'s fields from `first_dtype` on."""
+    """Bind the transform's tensors; returns `StoreVariant`'s fields from `first_dtype` on."""
     tables, first = transform.mean_tables, transform.first_keys
     if tables is not None:
         names = ("cos", "sin", "mean", "partner_mean")
@@ -335,7 +334,7 @@ def _share_dtypes(recent: RingSlots, key: torch.Tensor, value: torch.Tensor) -> 
 
 
 @lru_cache(maxsize=256)
-def _kernel(layout: PageLayout, variant: Variant, device: int) -> Any:
+def _kernel(layout: PageLayout, variant: StoreVariant, device: int) -> Any:
     macros = tuple(variant.macros(layout).items())
     entries = (("store", variant.shared_bytes(layout)),)
     return nvrtc.load("kvcache/store/cuda/store.cu", macros, entries, device)["store"]

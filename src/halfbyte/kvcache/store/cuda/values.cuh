@@ -41,7 +41,7 @@ __device__ __forceinline__ void encode_fp8(u32* words, const float* x, float g) 
   }
 }
 
-// Blocks of `p.tokens` tokens. A whole warp comes here.
+// Blocks of `p.tokens` tokens. Called by a whole warp.
 template <bool EASY>
 __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, float g) {
   const u32 part = number % PARTS_V, head = number / PARTS_V % KV_HEADS;

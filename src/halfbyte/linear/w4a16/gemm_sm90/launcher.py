@@ -133,7 +133,11 @@ class GemmProduct:
         row_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The product, as `run`."""
+        """x times NVFP4 weights; arguments as `halfbyte.linear.w4a16.gemv.launcher.run`.
+
+        Returns:
+            `[..., n]`: accumulated in float32, times the global scale, plus the bias, rounded once.
+        """
         address, stride = x.data_ptr(), self._k
         if address % 16 or not x.is_contiguous():
             x = box_rows(x)
@@ -159,27 +163,6 @@ class GemmProduct:
         arguments = self._x_map(address, stride), self._out_map(out.data_ptr()), params
         nvrtc.launch(self._kernel, self._grid, self._threads, arguments, overlap=True)
         return out[..., : self._n].contiguous() if self._cut_out else out
-
-
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    row_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    n: int,
-    plan: GemmPlan | None = None,
-) -> torch.Tensor:
-    """x times NVFP4 weights; arguments as `halfbyte.linear.w4a16.gemv.launcher.run`.
-
-    Args:
-        plan: how to split the work; by default from `make_plan`.
-
-    Returns:
-        `[..., n]`: accumulated in float32, times the global scale, plus the bias, rounded once.
-    """
-    product = gemm_product(x.shape, n, x.dtype, x.get_device(), plan)
-    return product(x, weight, weight_scale, row_scale, bias)
 
 
 gemm_product = lru_cache(maxsize=SHAPES)(GemmProduct)

@@ -157,11 +157,12 @@ struct Round {
 struct Loader {
   const Params& p;
   const Place& place;
-  const u8 *weight, *scale;  // of this lane: weights in the second square of 64 x 64, scales in the first
+  // This lane's base addresses; `weight` is 2,048 bytes ahead, so that copies have offsets from -2048 on.
+  const u8 *weight, *scale;
   u64 policy;
-  u32 to_scale;  // from this lane's place among an item's weights to that among its scales
-  u32 at;        // where the next item is, in bytes of scales; weights are at 8 times that
-  const u8 *item, *item_scale;  // the same, in the item whose second half comes next
+  u32 to_scale;  // shared-memory offset from this lane's weights to its scales in a slot
+  u32 at;        // offset of the next item's scales, in bytes; its weights are at 8 times that
+  const u8 *item, *item_scale;  // addresses of the current item, kept by step_first for step_second
   int round;     // its first unit
   int unit;      // of the next item
   int run;       // items left to copy in the current unit

@@ -24,7 +24,7 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
     STEP_K,
     STRIP,
     TOKENS,
-    GemmPlan,
+    MoeGemmPlan,
     choose_tokens,
     make_plan,
     max_rows,
@@ -227,7 +227,7 @@ def compile_gemm(
     plans = [(work, make_plan(work, tokens, block_bytes)) for tokens in TOKENS for work in works]
     possible = [(work, plan) for work, plan in plans if plan is not None]
 
-    def compile_one(item: tuple[Work, GemmPlan]) -> None:
+    def compile_one(item: tuple[Work, MoeGemmPlan]) -> None:
         work, plan = item
         _gemm_kernel(dtype, plan.macros(work), plan.shared_bytes(work), device)
 

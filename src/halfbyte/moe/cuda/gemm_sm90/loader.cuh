@@ -52,8 +52,8 @@ struct Loader {
     PipelineState state;
     while (work.next(p)) {
       const Tile tile(work.tile);
-      // Tokens of another expert may follow; their results are not written. The second half is not needed if the
-      // first one has all: it is loaded again, which is faster than another.
+      // Tokens of another expert may follow; their results are not written. If the tile has at most TOKENS / 2
+      // tokens, both CTAs load the first half; that is faster than loading unused rows.
       const int token = tile.first + (tile.count > TOKENS / 2 ? rank * (TOKENS / 2) : 0);
       for (int stage = 0; stage < 2 * p.steps; stage++, state.next()) {
         wait_for_stage(state);

@@ -1,9 +1,9 @@
 // The order of k in x and in the intermediate result, and of the rows of an expert's matrix in shared memory.
 //
-// Lane c of four reads 16 bytes of a row of W at a time, k = 32 c .. 32 c + 31 of 128 k. A word j of those has the
-// operands of two matmuls (values.cuh), each with four of its values; so position 16 (2 j + h) + 8 q + 2 c + b of
-// 128 k of x has k = 32 c + 8 j + 2 h + q + 4 b. The sort kernel permutes x so. For the intermediate result, a CTA
-// computes the 64 channels of such positions, four runs of 16, each row where its position asks for it.
+// Lane c of four loads k = 32 c .. 32 c + 31 of 128 k of a row of W in one 16-byte load. Word j feeds two MMAs
+// (h = 0, 1), four values each (values.cuh). x is permuted to match: position 16 (2 j + h) + 8 q + 2 c + b holds
+// k = 32 c + 8 j + 2 h + q + 4 b. sort.cu permutes x. The first product writes its result in this order, because each
+// lane reads the rows of W of its positions (Channel): 64 channels per CTA, in four runs of 16.
 //
 // A CTA has 128 rows of W, in four runs of 32 (16 of gate, 16 of up).
 

@@ -50,7 +50,7 @@ _WANTED_MICROSECONDS = 3.3
 """Time that the stages in flight should cover: the latency of HBM under load."""
 
 
-class GemmPlan(NamedTuple):
+class MoeGemmPlan(NamedTuple):
     """Macros of a launch, named as in `gemm.cu`."""
 
     tokens: int
@@ -92,7 +92,7 @@ def row_pairs(work: Work) -> int:
     return -(-work.n // (2 * ROWS))
 
 
-def make_plan(work: Work, tokens: int, block_bytes: int) -> GemmPlan | None:
+def make_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan | None:
     """The plan of a product with tiles of so many tokens; None if shared memory has no room.
 
     Args:
@@ -103,7 +103,7 @@ def make_plan(work: Work, tokens: int, block_bytes: int) -> GemmPlan | None:
         plans = []
         for slots in (1, 2):
             stages = range(_MIN_STAGES[ctas], _MAX_STAGES + 1, 2)
-            fitting = [GemmPlan(tokens, n, slots, ctas) for n in stages]
+            fitting = [MoeGemmPlan(tokens, n, slots, ctas) for n in stages]
             plans += [plan for plan in fitting if plan.shared_bytes(work) <= room][-1:]
         if plans:
             wanted = 2 * ceil(_WANTED_MICROSECONDS / ctas / _STEP_MICROSECONDS[tokens])
