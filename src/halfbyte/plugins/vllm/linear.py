@@ -52,11 +52,31 @@ def _wrap_module(module: ModuleType) -> None:
         method = vars(module).get(name)
         if isinstance(method, type):
             keep_part_scales(method)
+            _mark_before_loading(method)
     if hasattr(module, "ModelOptNvFp4W4A16LinearMethod"):  # 0.24 creates the Marlin kernel directly
         marlin = vars(module)["MarlinNvFp4LinearKernel"]
         vars(module)["MarlinNvFp4LinearKernel"] = lambda config: (
             _halfbyte_kernel(use_a16=True) or marlin(config)
         )
+
+
+def _mark_before_loading(method: Any) -> None:
+    """Make a vLLM method class mark parameters for halfbyte's kernels (`unloaded`)."""
+    create = method.create_weights
+
+    @wraps(create)
+    def create_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.config import get_current_vllm_config_or_none
+
+        create(self, *args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        if config is None or not wants_kernels(config, "linear"):
+            return
+        from halfbyte.plugins.vllm.unloaded import mark_linear
+
+        mark_linear(kwargs["layer"] if "layer" in kwargs else args[0])
+
+    method.create_weights = create_weights
 
 
 def _halfbyte_kernel(use_a16: bool) -> Any:

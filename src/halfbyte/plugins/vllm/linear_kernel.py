@@ -14,6 +14,7 @@ from halfbyte.linear import init_nvfp4_linear_kernel
 from halfbyte.plugins.vllm.attention import batch_invariant
 from halfbyte.plugins.vllm.log import follow_vllm
 from halfbyte.plugins.vllm.part_scales import part_scales
+from halfbyte.plugins.vllm.unloaded import check_linear
 
 logger = logging.getLogger("halfbyte")
 
@@ -66,7 +67,11 @@ class HalfbyteNvFp4LinearKernel(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Convert the layer's attributes to halfbyte's, and repack its weights for a kernel."""
+        """Convert the layer's attributes to halfbyte's, and repack its weights for a kernel.
+
+        Raises:
+            ValueError: weights were not loaded, or are no numbers; the message names the layer.
+        """
         device = layer.weight.device
         n, k = layer.weight.shape[0], 2 * layer.weight.shape[1]
         parts = tuple(size for size in layer.logical_widths if size)
@@ -78,6 +83,8 @@ class HalfbyteNvFp4LinearKernel(NvFp4LinearKernel):
             batch_invariant=batch_invariant(),
             part_sizes=parts if sum(parts) == n else (),
         )
+        if not self._is_dummy:
+            check_linear(layer, config.part_sizes or (n,))
         scales = part_scales(layer, len(config.part_sizes) or 1).to(device)
         for name in _SURPLUS:
             layer._parameters.pop(name, None)

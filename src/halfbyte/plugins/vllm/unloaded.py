@@ -1,9 +1,10 @@
-"""Finds experts' weights that a checkpoint lacks, or that are NaN: vLLM checks neither.
+"""Finds weights that a checkpoint lacks, or that are NaN: vLLM checks few of them.
 
 Parameters are filled before loading with what no checkpoint has. GPT-OSS's are not: vLLM leaves
 zeros where a rank's share is padded, and its files have one tensor for all experts of a layer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,42 @@ _UNLOADED_SCALES = {"nvfp4": 0x7F, "mxfp4": 0xFF}
 """NaN in E4M3 and in E8M0."""
 _UNLOADED_CODES = 0x88
 """Two values of -0.0: a matrix of nothing else is not loaded."""
+_BAD_SCALES = "block scales are missing, NaN or negative"
 _PROJECTIONS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
+
+
+def mark_linear(layer: Any) -> None:
+    """Fill codes and block scales of a linear layer before its weights are loaded, if it is NVFP4.
+
+    Args:
+        layer: vLLM's, with parameters.
+    """
+    packed = getattr(layer, "weight_packed", None)
+    codes, scales = (layer.weight if packed is None else packed), layer.weight_scale
+    if codes.dtype == torch.uint8 and scales.dtype == torch.float8_e4m3fn:
+        codes.data.fill_(_UNLOADED_CODES)
+        scales.data.view(torch.uint8).fill_(_UNLOADED_SCALES["nvfp4"])
+
+
+def check_linear(layer: Any, part_sizes: Sequence[int]) -> None:
+    """Raise ValueError for codes or block scales that were not loaded, or are no numbers.
+
+    Args:
+        layer: vLLM's, as its method prepares it for a kernel.
+        part_sizes: rows of each fused part, in the order of the codes.
+    """
+    codes, scales = layer.weight.data, layer.weight_scale.data
+    parts = zip(codes.split(list(part_sizes)), scales.split(list(part_sizes)), strict=True)
+    flags = [
+        ((c == _UNLOADED_CODES).all(), is_bad_block_scale(s).any()) for c, s in parts if len(c)
+    ]
+    for part, (lacks_codes, has_bad) in enumerate(flags):
+        if lacks_codes or has_bad:
+            what = (
+                "codes are missing" if lacks_codes else "block scales are missing, NaN or negative"
+            )
+            where = f" of part {part}" if len(flags) > 1 else ""
+            raise ValueError(f"{getattr(layer, 'prefix', 'NVFP4 layer')}: {what}{where}")
 
 
 def parameter_of(layer: Any, name: str, *suffixes: str) -> torch.Tensor | None:
@@ -64,7 +100,7 @@ def check_experts(layer: Any, weight_format: WeightFormat) -> None:
         missing = torch.stack([_is_unloaded(expert, parts) for expert in codes])
         _refuse_first(layer, projections, "codes are missing", missing)
         bad = torch.stack([_has_bad(expert, parts, weight_format) for expert in scales])
-        _refuse_first(layer, projections, "block scales are missing, NaN or negative", bad)
+        _refuse_first(layer, projections, _BAD_SCALES, bad)
         global_scale = parameter_of(layer, name, "weight_scale_2", "weight_global_scale")
         if global_scale is not None:
             global_scale = global_scale.reshape(len(codes), -1)

@@ -289,9 +289,7 @@ def test_activations_are_not_quantized(caplog: pytest.LogCaptureFixture) -> None
         (None, ("w2_weight_scale_2", 0.0), "expert 1: down_proj's global scale .* positive"),
     ],
 )
-def test_weights_that_are_missing_or_no_numbers_are_refused(
-    without: Any, changed: Any, message: str
-) -> None:
+def test_missing_weights_and_nan_are_refused(without: Any, changed: Any, message: str) -> None:
     layer = make_layer()
 
     def is_loaded(expert: int, shard: str, suffix: str) -> bool:
@@ -310,7 +308,7 @@ def test_weights_that_are_missing_or_no_numbers_are_refused(
         load(layer, random_experts(E, H, I), is_loaded, change)
 
 
-def test_missing_weights_of_a_rank_s_experts_have_the_model_s_numbers(
+def test_missing_weights_are_named_by_the_model_s_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with ranks_of(monkeypatch, use_ep=True, ep_size=2, ep_rank=1):

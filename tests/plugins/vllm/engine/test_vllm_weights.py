@@ -111,3 +111,26 @@ def test_layers_without_our_attention(tmp_path: Path) -> None:
             vllm_engine(folder, additional_config=given, **options),
         ):
             pass
+
+
+@pytest.mark.parametrize(
+    ("dialect", "tensor", "message"),
+    [
+        ("modelopt", "layers.1.self_attn.k_proj.weight", "qkv_proj: codes are missing of part 1"),
+        slow(
+            *("compressed-tensors", "layers.1.mlp.down_proj.weight_scale"),
+            "down_proj: block scales are missing",
+        ),
+    ],
+)
+def test_a_missing_tensor_is_refused(
+    tmp_path: Path, dialect: str, tensor: str, message: str
+) -> None:
+    folder = quantized(tmp_path, dialect, activations=False)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    (missing,) = [name for name in tensors if name.endswith(tensor)]
+    del tensors[missing]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(Exception, match=rf"layers\.1\..*{message}"), vllm_engine(folder):
+        pass
