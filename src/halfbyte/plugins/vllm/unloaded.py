@@ -26,8 +26,11 @@ def mark_linear(layer: Any) -> None:
     Args:
         layer: vLLM's, with parameters.
     """
-    packed = getattr(layer, "weight_packed", None)
-    codes, scales = (layer.weight if packed is None else packed), layer.weight_scale
+    codes = getattr(layer, "weight_packed", None)
+    codes = getattr(layer, "weight", None) if codes is None else codes
+    scales = getattr(layer, "weight_scale", None)
+    if codes is None or scales is None:
+        return
     if codes.dtype == torch.uint8 and scales.dtype == torch.float8_e4m3fn:
         codes.data.fill_(_UNLOADED_CODES)
         scales.data.view(torch.uint8).fill_(_UNLOADED_SCALES["nvfp4"])
