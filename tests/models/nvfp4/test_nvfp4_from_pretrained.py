@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from checkpoints.folders import Folder, declaration, load_model, make_folder, make_mixed_folder
@@ -394,6 +395,32 @@ def test_any_order_of_imports(tmp_path: Path, order: str) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["NvFp4Quantizer"] * 2
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel])
+def test_experts_that_transformers_would_load_without_global_scales(
+    tmp_path: Path, architecture: str, auto: Any
+) -> None:
+    """Of compressed-tensors files that halfbyte did not write."""
+    pytest.importorskip("compressed_tensors")
+    folder = make_folder(tmp_path, architecture, "compressed-tensors")
+    message = (
+        r"experts\.0\.\w+\.weight_global_scale: expected unquantized experts.*load_model reads"
+    )
+    with pytest.raises(CheckpointError, match=message) as error:
+        auto.from_pretrained(folder.quantized)
+    assert "\n" not in str(error.value)
+    assert torch.isfinite(logits(load_model(folder.quantized))).all()
+
+
+def test_the_package_keeps_models_without_experts(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    folder = make_folder(tmp_path, "qwen3", "compressed-tensors", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder.quantized)
+    assert isinstance(model.hf_quantizer, CompressedTensorsHfQuantizer)
+    expected = logits(load_model(folder.quantized))
+    assert (logits(model) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 class TestRegistration:
