@@ -132,6 +132,16 @@ def test_a_missing_scale_is_an_error_and_not_random(tmp_path: Path, dialect: Dia
         AutoModelForCausalLM.from_pretrained(folder.quantized)
 
 
+def test_more_experts_per_token_than_there_are(tmp_path: Path, dialect: Dialect) -> None:
+    folder = tagged(tmp_path, "qwen3_moe", dialect)
+    folder.config(num_experts_per_tok=9)
+    for load in (AutoModelForCausalLM.from_pretrained, load_model):
+        with pytest.raises(
+            CheckpointError, match=r"num_experts_per_tok: expected 1 \.\. 4, found 9"
+        ):
+            load(folder.quantized)
+
+
 def test_packed_weights_that_nothing_declares_are_an_error(tmp_path: Path) -> None:
     folder = tagged(tmp_path, "qwen3", "compressed-tensors")
     folder.declare(config_groups={})

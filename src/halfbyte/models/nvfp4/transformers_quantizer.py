@@ -23,6 +23,7 @@ from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import is_kv_scale
 from halfbyte.models.checkpoint_folder import Checkpoint, CheckpointKVScales
+from halfbyte.models.config_fields import check_top_k
 from halfbyte.models.file_names import named_as_modules
 from halfbyte.models.nvfp4.experts import fused_experts
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
@@ -130,6 +131,7 @@ class NvFp4Quantizer(HfQuantizer):
         # The files from which transformers loads the other tensors; the folder may hold more.
         index = named_as_modules(CheckpointIndex.read_chosen(files), model.config.model_type)
         folder, named = index.folder, _named_as_in_files(model, index)
+        check_top_k(model.config, folder)
         section = self.quantization_config.to_dict()
         declaration = read_declaration(folder, {"quantization_config": section})
         # Broken scales are an error before weights are read; sound ones stay with the model.
