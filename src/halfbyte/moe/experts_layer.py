@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.linear.base import check_dtype
 from halfbyte.linear.quantized_module import QuantizedModule
 from halfbyte.moe.base import MoeConfig, MoeKernel
@@ -114,10 +115,9 @@ class ExpertsLayer(QuantizedModule, ABC):
         """Select a kernel and let it convert the weights; does nothing if already processed.
 
         Raises:
-            CheckpointError: a tensor was never loaded, or holds a scale that is not finite; one
-                line that names it.
+            CheckpointError: a tensor was never loaded, or holds a scale that is not finite, or the
+                backend cannot represent the weights exactly; one line that names it.
             NoImplementationError: no backend, or not the requested one, can do the work.
-            ValueError: the backend cannot represent the weights exactly.
         """
         with _PROCESSING:  # first calls may come from several threads
             if self.kernel is not None:
@@ -129,7 +129,7 @@ class ExpertsLayer(QuantizedModule, ABC):
             try:
                 tensors = kernel.prepare(experts)
             except ValueError as error:
-                raise ValueError(f"{self.layer_name}: {error}") from None
+                raise CheckpointError(f"{self.layer_name}: {error}") from None
             self._parameters.clear()
             for name, tensor in tensors.items():
                 self._set(name, tensor)

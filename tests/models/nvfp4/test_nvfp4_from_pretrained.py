@@ -409,7 +409,7 @@ def test_any_order_of_imports(tmp_path: Path, order: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "mixtral"])
 @pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel])
-def test_experts_that_transformers_would_load_without_global_scales(
+def test_experts_that_transformers_would_misread(
     tmp_path: Path, architecture: str, auto: Any
 ) -> None:
     """Of compressed-tensors files that halfbyte did not write."""
