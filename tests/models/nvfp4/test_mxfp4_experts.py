@@ -25,6 +25,7 @@ SECTION = {
     "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
 }
 BLOCKS = "model.layers.1.mlp.experts.gate_up_proj_blocks"
+EXPERTS = "model.layers.1.mlp.experts"
 GATE_UP_SCALES = "model.layers.1.mlp.experts.gate_up_proj_scales"
 SCALES = "model.layers.1.mlp.experts.down_proj_scales"
 
@@ -131,6 +132,14 @@ def test_backend_of_the_callers_choice(folder: Folder) -> None:
             lambda t: t[GATE_UP_SCALES][2, 3].copy_(torch.tensor([80, 127])),
             r"layers\.1\.mlp\.experts: gate_up: expert 2, row 3: expected MXFP4 exponents within "
             r"17 of the row's largest, found -47 and 0; the MoE backend 'reference' takes any",
+        ),
+        (
+            lambda t: t.update({f"{EXPERTS}.gate_up_proj": torch.randn(4, 64, 192)}),
+            rf"{EXPERTS}\.gate_up_proj: expected no such tensor beside experts in MXFP4, found",
+        ),
+        (
+            lambda t: t[f"{EXPERTS}.down_proj_bias"][2, 5:7].fill_(torch.nan),
+            rf"{EXPERTS}\.down_proj_bias: expert 2: expected finite biases, found 2 NaN or",
         ),
         (
             lambda t: t.update({"model.layers.0.self_attn.q_proj.weight_scale": torch.ones(1)}),

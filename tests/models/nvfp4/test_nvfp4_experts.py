@@ -236,6 +236,16 @@ def test_gpt_oss_by_from_pretrained(tmp_path: Path, dialect: Dialect) -> None:
     assert_same_logits(model, folder)
 
 
+def test_biases_of_experts_that_are_not_finite(tmp_path: Path, dialect: Dialect) -> None:
+    folder = gpt_oss_folder(tmp_path, dialect)
+    name = "model.layers.1.mlp.experts.2.up_proj.bias"
+    folder.change(lambda tensors: tensors[name][3:5].fill_(torch.nan))
+    message = r"layers\.1\.mlp\.experts\.gate_up_bias: expert 2: expected finite .* found 2 NaN or"
+    with pytest.raises(CheckpointError, match=message) as error:
+        load_model(folder.quantized)
+    assert "\n" not in str(error.value)
+
+
 def test_gpt_oss_runs_as_w4a16_only(tmp_path: Path) -> None:
     folder = gpt_oss_folder(tmp_path, "modelopt", "nvfp4")
     assert_same_logits(load_model(folder.quantized), folder)
