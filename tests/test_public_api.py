@@ -79,8 +79,8 @@ PARAMETERS = {
     "engine.LLM": """
         model tokenizer= * kv_cache_dtype= v_cache_dtype= dtype= device= block_size= num_pages=
         max_model_len= max_batched_tokens= max_num_seqs= kv_scales= kv_recipe= attention_backend=
-        linear_backend= quantize_activations= batch_invariant= cuda_graphs= torch_compile=
-        gpu_memory_utilization= max_num_batched_tokens= enforce_eager=""",
+        linear_backend= moe_backend= quantize_activations= batch_invariant= cuda_graphs=
+        torch_compile= gpu_memory_utilization= max_num_batched_tokens= enforce_eager=""",
     "engine.LLM.chat": """
         self messages sampling_params= * use_tqdm= chat_template= add_generation_prompt=
         continue_final_message= tools= chat_template_kwargs=""",

@@ -3,7 +3,8 @@
 transformers looks up quantizers by `quant_method`. It does not know `modelopt` and SGLang's names
 for it (with a suffix): it would load such a checkpoint without its weights, after a warning.
 `compressed-tensors` belongs to the package of that name; halfbyte takes over only checkpoints that
-say `"provider": "halfbyte"`.
+say `"provider": "halfbyte"`, and refuses NVFP4 experts in others: transformers (5.23) loads them
+without their global scales.
 
 `import halfbyte` must stay light, so nothing here imports transformers. Registration happens now if
 transformers is loaded, else when its registry is imported. The registered objects import the rest
@@ -53,6 +54,8 @@ def _register(registry: ModuleType) -> None:
     for name in _OURS:
         configs[name] = _dispatching(configs[name]) if name in configs else _OurConfig
     configs[_SHARED] = _dispatching(upstream)
+    if _SHARED in quantizers:
+        quantizers[_SHARED] = _refusing_experts(quantizers[_SHARED])
 
 
 def _make_quantizer(config: Any, **kwargs: Any) -> Any:
@@ -83,3 +86,17 @@ def _dispatching(upstream: Any) -> Any:
         return target.from_dict(section, *args, **kwargs)
 
     return type(upstream.__name__, (upstream,), {"from_dict": classmethod(from_dict)})
+
+
+def _refusing_experts(upstream: Any) -> Any:
+    """Upstream's quantizer, but NVFP4 experts are an error before weights are read."""
+
+    def before_loading(self: Any, model: Any, **kwargs: Any) -> Any:
+        from halfbyte.models.nvfp4.transformers_quantizer import refuse_packed_experts
+
+        refuse_packed_experts(model, kwargs.get("checkpoint_files") or ())
+        return upstream._process_model_before_weight_loading(self, model, **kwargs)
+
+    return type(
+        upstream.__name__, (upstream,), {"_process_model_before_weight_loading": before_loading}
+    )

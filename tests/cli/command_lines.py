@@ -56,7 +56,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "kv_recipe": ("plain", "balanced", "accurate", "plain,balanced", "fancy"),
     "recipe": ("amax6", "four_over_six", "amax7"),
     "dtype": ("auto", "float32", "bfloat16", "float16", "int8", "torch.float32"),
-    **dict.fromkeys(("attention_backend", "linear_backend", "backends"), BACKENDS),
+    **dict.fromkeys(("attention_backend", "linear_backend", "moe_backend", "backends"), BACKENDS),
     "device": ("auto", "cpu", "cuda", "cuda:1", "meta", "cpu:7"),
     "dialect": ("modelopt", "compressed-tensors", "gguf"),
     "weights": ("nvfp4", "nvfp4-a16", "int4"),

@@ -1,13 +1,14 @@
 """Commands on a checkpoint with NVFP4 weights."""
 
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable
 
 import pytest
 
-from checkpoints.folders import quantize_folder
+from checkpoints.folders import make_folder, quantize_folder
 from halfbyte.assets import bundled_model_path
 from halfbyte.cli import main
 
@@ -60,4 +61,28 @@ def test_a_backend_that_cannot_run_is_one_line(
     out, err = halfbyte(*command, "--model", model, "--linear-backend", "nonsense")
     assert out == ""
     assert err.startswith("error: linear backend: unknown 'nonsense'; expected one of")
+    assert err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("mixture")
+    files = [file for file in bundled_model_path().iterdir() if "token" in file.name]
+    vocab_size = json.loads((bundled_model_path() / "config.json").read_text())["vocab_size"]
+    made = make_folder(folder, "qwen3_moe", vocab_size=vocab_size)
+    for file in files:
+        shutil.copy(file, made.quantized)
+    return str(made.quantized)
+
+
+@pytest.mark.parametrize("command", [EVAL, ("generate", "--prompt", "x")], ids=lambda c: c[0])
+def test_a_backend_of_experts(
+    halfbyte: Command, mixture: str, command: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "halfbyte"):
+        halfbyte(*command, "--model", mixture, "--moe-backend", "reference", "-v")
+    assert "MoE backends: reference for 4" in caplog.text
+    out, err = halfbyte(*command, "--model", mixture, "--moe-backend", "nonsense")
+    assert out == ""
+    assert err.startswith("error: MoE backend: unknown 'nonsense'; expected one of")
     assert err.count("\n") == 1

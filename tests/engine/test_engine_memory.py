@@ -79,7 +79,9 @@ def test_room_for_one_sequence_is_enough(
     assert memory.default_num_pages(plan, 100, 5, cpu) == 1 + 5 * pages
 
 
-@pytest.mark.parametrize("option", [{"linear_backend": "cpu"}, {"quantize_activations": False}])
+@pytest.mark.parametrize(
+    "option", [{"linear_backend": "cpu"}, {"moe_backend": "cpu"}, {"quantize_activations": False}]
+)
 def test_options_of_loading_are_refused_for_a_loaded_model(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="have no effect on a loaded model"):
         LLM(make_model("llama"), **option)

@@ -15,6 +15,7 @@ from halfbyte.cli.options import (
     AttentionBackend,
     LinearBackend,
     Model,
+    MoeBackend,
     QuantizeActivations,
     Verbose,
     given_path,
@@ -81,6 +82,7 @@ def evaluate(
     ] = None,
     attention_backend: AttentionBackend = None,
     linear_backend: LinearBackend = None,
+    moe_backend: MoeBackend = None,
     quantize_activations: QuantizeActivations = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
     verbose: Verbose = False,
@@ -109,6 +111,7 @@ def evaluate(
         path,
         dtype=dtype or ("auto" if torch.cuda.is_available() else "float32"),
         linear_backend=linear_backend,
+        moe_backend=moe_backend,
         quantize_activations=quantize_activations,
     )
     options = {

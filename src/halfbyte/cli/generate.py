@@ -15,6 +15,7 @@ from halfbyte.cli.options import (
     DType,
     LinearBackend,
     Model,
+    MoeBackend,
     QuantizeActivations,
     Verbose,
     given_path,
@@ -68,6 +69,7 @@ def generate(
     dtype: DType = "auto",
     attention_backend: AttentionBackend = None,
     linear_backend: LinearBackend = None,
+    moe_backend: MoeBackend = None,
     quantize_activations: QuantizeActivations = None,
     max_batched_tokens: Annotated[
         int | None,
@@ -135,6 +137,7 @@ def generate(
         torch_compile=torch_compile,
         attention_backend=attention_backend,
         linear_backend=linear_backend,
+        moe_backend=moe_backend,
         quantize_activations=quantize_activations,
     )
     timings: dict[str, float | None] = {"load_s": time.perf_counter() - started}

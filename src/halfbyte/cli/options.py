@@ -40,6 +40,13 @@ LinearBackend = Annotated[
         "layer."
     ),
 ]
+MoeBackend = Annotated[
+    str | None,
+    typer.Option(
+        help="MoE backend for 4-bit experts, see `halfbyte info`; by default the best for each "
+        "layer."
+    ),
+]
 QuantizeActivations = Annotated[
     bool | None,
     typer.Option(

@@ -66,6 +66,7 @@ class LLM:
             or `plain` where the scales or the backend support only untransformed K.
         attention_backend: name of an attention backend, or None to choose.
         linear_backend: name of a backend for NVFP4 layers, or None to choose; see `load_model`.
+        moe_backend: name of a backend for 4-bit experts, or None to choose; see `load_model`.
         quantize_activations: for layers stored as W4A4; see `load_model`.
         batch_invariant: bitwise equal results for any batch and any split of prompts into chunks:
             every matrix product of the model has a fixed order of summation.
@@ -104,6 +105,7 @@ class LLM:
         kv_recipe: str | KVRecipe | None = None,
         attention_backend: str | None = None,
         linear_backend: str | None = None,
+        moe_backend: str | None = None,
         quantize_activations: bool | None = None,
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
@@ -112,8 +114,8 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         enforce_eager: bool = False,
     ) -> None:
-        where = device_or_default(device) if isinstance(model, str | Path) else model.device
         # Check options before reading the weights.
+        where = device_or_default(device) if isinstance(model, str | Path) else model.device
         check_cache_options(kv_cache_dtype, v_cache_dtype, kv_scales, attention_backend, where)
         kv_recipe = None if kv_recipe is None else KVRecipe.parse(kv_recipe)
         check_sizes(
@@ -134,6 +136,7 @@ class LLM:
             dtype=dtype,
             device=device,
             linear_backend=linear_backend,
+            moe_backend=moe_backend,
             quantize_activations=quantize_activations,
             batch_invariant=batch_invariant,
         )

@@ -18,6 +18,7 @@ def model_and_tokenizer(
     dtype: str | torch.dtype,
     device: torch.device | str | None,
     linear_backend: str | None,
+    moe_backend: str | None,
     quantize_activations: bool | None,
     batch_invariant: bool,
 ) -> tuple[PreTrainedModel, Any]:
@@ -36,12 +37,13 @@ def model_and_tokenizer(
             dtype=dtype,
             device=device,
             linear_backend=linear_backend,
+            moe_backend=moe_backend,
             quantize_activations=quantize_activations,
             batch_invariant=batch_invariant,
         )
-    elif linear_backend is not None or quantize_activations is not None:
+    elif any(value is not None for value in (linear_backend, moe_backend, quantize_activations)):
         raise ValueError(
-            "linear_backend, quantize_activations: have no effect on a loaded model; "
+            "linear_backend, moe_backend, quantize_activations: have no effect on a loaded model; "
             "pass them to load_model"
         )
     if batch_invariant:

@@ -7,6 +7,7 @@ the weight files, whose size bounds the model.
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from halfbyte.checkpoints.errors import CheckpointError
@@ -109,17 +110,13 @@ def check_sizes(config: Any, index: CheckpointIndex) -> None:
             "config.json says, found that one missing in the files"
         )
     stored = max(len(experts), fused_experts)
-    declared = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    declared = _number_of_experts(config)
     if stored and declared is not None and declared > stored:
         raise CheckpointError(
             f"{index.folder}: experts: expected {declared}, as config.json says, found {stored} in "
             "the files"
         )
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if chosen is not None and declared is not None and chosen > declared:
-        raise CheckpointError(
-            f"{index.folder}: num_experts_per_tok: expected 1 .. {declared}, found {chosen}"
-        )
+    check_top_k(config, index.folder)
     embeddings = index.tensors.get("model.embed_tokens.weight") or index.tensors.get(
         "embed_tokens.weight"
     )
@@ -129,6 +126,19 @@ def check_sizes(config: Any, index: CheckpointIndex) -> None:
             f"{index.folder}: embed_tokens.weight: expected vocab_size and hidden_size of "
             f"config.json, {list(shape)}, found {embeddings}"
         )
+
+
+def check_top_k(config: Any, folder: Path) -> None:
+    """Raise CheckpointError for a config with more experts per token than it has experts."""
+    declared, chosen = _number_of_experts(config), getattr(config, "num_experts_per_tok", None)
+    if chosen is not None and declared is not None and chosen > declared:
+        raise CheckpointError(
+            f"{folder}: num_experts_per_tok: expected 1 .. {declared}, found {chosen}"
+        )
+
+
+def _number_of_experts(config: Any) -> int | None:
+    return getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
 
 
 def _is_int(value: object) -> bool:

@@ -31,7 +31,11 @@ from halfbyte.models.meta_model import (
 )
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
 from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, replace_layers
-from halfbyte.models.nvfp4.mxfp4_experts import holds_mxfp4_experts, put_mxfp4_experts_in_place
+from halfbyte.models.nvfp4.mxfp4_experts import (
+    check_surplus_of_experts,
+    holds_mxfp4_experts,
+    put_mxfp4_experts_in_place,
+)
 from halfbyte.models.nvfp4.transformers_quantizer import mark_as_quantized
 from halfbyte.models.nvfp4.weight_stream import stream_into, weight_sinks
 from halfbyte.moe import ExpertsLayer, MxFp4Experts, NvFp4Experts
@@ -164,6 +168,7 @@ def _load_streamed(checkpoint: Checkpoint, options: LayerOptions) -> PreTrainedM
     if mxfp4:
         put_mxfp4_experts_in_place(model, options)
     sinks, absent = weight_sinks(model, plan, declaration, index, options.dtype)
+    check_surplus_of_experts(model, index)
     make_buffers(model, options.device)  # sizes have been compared with the files
     stream_into(sinks, index, options.device)
     for module in model.modules():

@@ -13,7 +13,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.linear.base import check_dtype
+from halfbyte.linear.layer_tensors import full_name
 from halfbyte.linear.quantized_module import QuantizedModule
 from halfbyte.moe.base import MoeConfig, MoeKernel
 from halfbyte.moe.experts import GatedActivation, PackedExperts, WeightFormat
@@ -72,7 +74,7 @@ class ExpertsLayer(QuantizedModule, ABC):
 
     @abstractmethod
     def check_tensors(self) -> None:
-        """Raise CheckpointError unless every tensor was loaded and every scale is finite."""
+        """Raise CheckpointError unless every tensor was loaded; scales and biases are finite."""
 
     @abstractmethod
     def _loaded_experts(self) -> PackedExperts:
@@ -114,10 +116,9 @@ class ExpertsLayer(QuantizedModule, ABC):
         """Select a kernel and let it convert the weights; does nothing if already processed.
 
         Raises:
-            CheckpointError: a tensor was never loaded, or holds a scale that is not finite; one
-                line that names it.
+            CheckpointError: a tensor was never loaded, or holds a scale that is not finite, or the
+                backend cannot represent the weights exactly; one line that names it.
             NoImplementationError: no backend, or not the requested one, can do the work.
-            ValueError: the backend cannot represent the weights exactly.
         """
         with _PROCESSING:  # first calls may come from several threads
             if self.kernel is not None:
@@ -129,7 +130,7 @@ class ExpertsLayer(QuantizedModule, ABC):
             try:
                 tensors = kernel.prepare(experts)
             except ValueError as error:
-                raise ValueError(f"{self.layer_name}: {error}") from None
+                raise CheckpointError(f"{self.layer_name}: {error}") from None
             self._parameters.clear()
             for name, tensor in tensors.items():
                 self._set(name, tensor)
@@ -157,6 +158,19 @@ class ExpertsLayer(QuantizedModule, ABC):
 
     def _set(self, name: str, tensor: torch.Tensor) -> None:
         self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def _check_biases(self) -> None:
+        """Raise CheckpointError for a bias that is not finite."""
+        for name, tensor in self._parameters.items():
+            if tensor is None or not name.endswith("_bias"):
+                continue
+            bad = (~tensor.data.isfinite()).sum(1)
+            if bool(bad.any()):
+                expert = int(bad.nonzero()[0])
+                raise CheckpointError(
+                    f"{full_name(self.layer_name, name)}: expert {expert}: expected finite biases, "
+                    f"found {int(bad[expert])} NaN or infinite of {tensor.shape[1]}"
+                )
 
     def _biases(self) -> Sequence[torch.Tensor | None]:
         return [p for name, p in self._parameters.items() if name.endswith("_bias")]

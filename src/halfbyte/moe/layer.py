@@ -220,6 +220,7 @@ class NvFp4Experts(ExpertsLayer):
                 check_global_scale(stored.decode(), name, zero_is_valid=True)
                 if bool(stored.value.isinf().any()):
                     raise CheckpointError(f"{name}: expected a finite scale, found infinity")
+        self._check_biases()
         self._derive_scales()
 
     def _derive_scales(self) -> None:

@@ -93,6 +93,7 @@ class MxFp4Experts(ExpertsLayer):
                     f"{prefix}{name}: expert {expert}: expected finite block scales, found "
                     f"{int(bad[expert])} NaN of {tensor[expert].numel()}"
                 )
+        self._check_biases()
 
     def _loaded_experts(self) -> PackedExperts:
         matrices = {

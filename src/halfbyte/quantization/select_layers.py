@@ -92,8 +92,11 @@ def select_layers(
     linear = list(_decoder_linears(modules, index))
     _check_patterns(ignore, linear, modules)
     wanted = [m for m in linear if not any(_matches(pattern, m) for pattern in ignore)]
-    fitting = {m for m in wanted if _fits(m, index.tensors[f"{m}.weight"].shape)}
-    quantized = _whole_experts(linear, wanted, fitting)
+    unfit = {
+        m: k for m in wanted if (k := index.tensors[f"{m}.weight"].shape[1]) % nvfp4.BLOCK_SIZE
+    }
+    quantized = _whole_experts(linear, wanted, unfit)
+    _warn_unfit(unfit)
     if not quantized:
         raise CheckpointError("the checkpoint has no linear layer that can be quantized")
     _check_surplus(quantized, modules, index)
@@ -187,30 +190,18 @@ def _check_surplus(
                 )
 
 
-def _fits(module: str, shape: tuple[int, ...]) -> bool:
-    if shape[1] % nvfp4.BLOCK_SIZE == 0:
-        return True
-    logger.warning(
-        "%s: left unquantized, its %d input features are not a multiple of %d",
-        module,
-        shape[1],
-        nvfp4.BLOCK_SIZE,
-    )
-    return False
-
-
 def _whole_experts(
-    linear: Sequence[str], wanted: Sequence[str], fitting: Collection[str]
+    linear: Sequence[str], wanted: Sequence[str], unfit: Collection[str]
 ) -> list[str]:
-    """The fitting layers, without experts beside others of their layer that do not fit.
+    """The layers that fit, without experts beside others of their layer that do not.
 
     Experts of a layer run together, so loading expects them to be stored alike.
 
     Raises:
         ValueError: `ignore` matches some experts of a layer only.
     """
-    unfit = {_experts_of(m) for m in wanted if m not in fitting} - {None}
-    kept = [m for m in wanted if m in fitting and _experts_of(m) not in unfit]
+    broken = {_experts_of(m) for m in unfit} - {None}
+    kept = [m for m in wanted if m not in unfit and _experts_of(m) not in broken]
     chosen = {experts for m in kept if (experts := _experts_of(m)) is not None}
     ignored = set(linear) - set(wanted)
     for module in linear:
@@ -220,6 +211,32 @@ def _whole_experts(
                 "expected all experts of a layer or none"
             )
     return kept
+
+
+def _warn_unfit(unfit: Mapping[str, int]) -> None:
+    """Log one line per decoder layer with all that stays unquantized because of its size.
+
+    Args:
+        unfit: number of input features of the layers that do not fit, by name. Experts beside them
+            stay as well.
+    """
+    found = defaultdict[str, dict[str, str]](dict)
+    for module, features in unfit.items():
+        match = _IN_DECODER_LAYER.search(module)
+        assert match is not None
+        experts = _experts_of(module)
+        cause = f"{features}"
+        if experts is not None:
+            cause = f"all experts, because {module.rpartition('.')[2]} has {features}"
+        name = (experts or module)[match.end() :]
+        found[module[: match.end() - 1]].setdefault(name, cause)
+    for layer, causes in found.items():
+        logger.warning(
+            "%s: left unquantized, because input features are not a multiple of %d: %s",
+            layer,
+            nvfp4.BLOCK_SIZE,
+            ", ".join(f"{name} ({cause})" for name, cause in causes.items()),
+        )
 
 
 def _experts_of(module: str) -> str | None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import halfbyte
 from checkpoints.folders import Folder, load_model
 from halfbyte import LLM, Cache, SamplingParams
 from halfbyte.checkpoints import CheckpointError
+from halfbyte.models import ModelLoadError
 from halfbyte.moe import GatedActivation, MxFp4Experts
 from halfbyte.numerics import block_fp4
 from models.nvfp4.test_nvfp4_load_model import assert_same_logits
@@ -23,6 +25,8 @@ SECTION = {
     "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
 }
 BLOCKS = "model.layers.1.mlp.experts.gate_up_proj_blocks"
+EXPERTS = "model.layers.1.mlp.experts"
+GATE_UP_SCALES = "model.layers.1.mlp.experts.gate_up_proj_scales"
 SCALES = "model.layers.1.mlp.experts.down_proj_scales"
 
 
@@ -125,6 +129,19 @@ def test_backend_of_the_callers_choice(folder: Folder) -> None:
             r"layers\.1\.mlp\.experts\.down_proj_scales: expert 2: expected finite .*found 3 NaN",
         ),
         (
+            lambda t: t[GATE_UP_SCALES][2, 3].copy_(torch.tensor([80, 127])),
+            r"layers\.1\.mlp\.experts: gate_up: expert 2, row 3: expected MXFP4 exponents within "
+            r"17 of the row's largest, found -47 and 0; the MoE backend 'reference' takes any",
+        ),
+        (
+            lambda t: t.update({f"{EXPERTS}.gate_up_proj": torch.randn(4, 64, 192)}),
+            rf"{EXPERTS}\.gate_up_proj: expected no such tensor beside experts in MXFP4, found",
+        ),
+        (
+            lambda t: t[f"{EXPERTS}.down_proj_bias"][2, 5:7].fill_(torch.nan),
+            rf"{EXPERTS}\.down_proj_bias: expert 2: expected finite biases, found 2 NaN or",
+        ),
+        (
             lambda t: t.update({"model.layers.0.self_attn.q_proj.weight_scale": torch.ones(1)}),
             r"q_proj\.weight_scale: expected no tensor of quantized weights",
         ),
@@ -137,6 +154,14 @@ def test_bad_files_are_one_line(
     with pytest.raises(CheckpointError, match=message) as error:
         load_model(folder.quantized)
     assert "\n" not in str(error.value)
+
+
+def test_reference_takes_exponents_that_are_far_apart(folder: Folder) -> None:
+    folder.change(lambda t: t[GATE_UP_SCALES][2, 3].copy_(torch.tensor([80, 127])))
+    with pytest.raises(ModelLoadError, match="'reference' takes any"):
+        halfbyte.load_model(folder.quantized, moe_backend="cpu")
+    model = load_model(folder.quantized, moe_backend="reference")
+    assert model(token_ids(1, 5)).logits.isfinite().all()
 
 
 def test_sizes_that_blocks_do_not_divide(folder: Folder) -> None:

@@ -236,6 +236,16 @@ def test_gpt_oss_by_from_pretrained(tmp_path: Path, dialect: Dialect) -> None:
     assert_same_logits(model, folder)
 
 
+def test_biases_of_experts_that_are_not_finite(tmp_path: Path, dialect: Dialect) -> None:
+    folder = gpt_oss_folder(tmp_path, dialect)
+    name = "model.layers.1.mlp.experts.2.up_proj.bias"
+    folder.change(lambda tensors: tensors[name][3:5].fill_(torch.nan))
+    message = r"layers\.1\.mlp\.experts\.gate_up_bias: expert 2: expected finite .* found 2 NaN or"
+    with pytest.raises(CheckpointError, match=message) as error:
+        load_model(folder.quantized)
+    assert "\n" not in str(error.value)
+
+
 def test_gpt_oss_runs_as_w4a16_only(tmp_path: Path) -> None:
     folder = gpt_oss_folder(tmp_path, "modelopt", "nvfp4")
     assert_same_logits(load_model(folder.quantized), folder)
@@ -253,6 +263,32 @@ def test_other_fused_experts_are_refused_by_name(tmp_path: Path) -> None:
     folder.change(quantize)
     with pytest.raises(CheckpointError, match=rf"{name}: expected BF16/.*found U8 \[4, 32"):
         load_model(folder.quantized)
+
+
+def test_experts_packed_into_one_tensor_are_refused(tmp_path: Path) -> None:
+    """The tensors that ModelOpt 0.47 exports for GPT-OSS."""
+    folder = make_folder(
+        tmp_path, "gpt_oss", is_quantized=lambda name: name.endswith("_proj.weight")
+    )
+    block = "model.layers.1.mlp.experts"
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        for name, n, k in (("gate_up_proj", 192, 64), ("down_proj", 64, 96)):
+            tensors[f"{block}.{name}"] = torch.zeros(4, n, k // 2, dtype=torch.uint8)
+            scales = torch.zeros(4, n, k // 16).to(torch.float8_e4m3fn)
+            tensors[f"{block}.{name}_weight_scale"] = scales
+            tensors[f"{block}.{name}_weight_scale_2"] = torch.ones(())
+            tensors[f"{block}.{name}_input_scale"] = torch.ones(())
+
+    folder.change(pack)
+    folder.declare(provider="halfbyte", ignore=["lm_head", "*router*"])
+    message = (
+        rf"{block}\.gate_up_proj: expected .* packed into one tensor \(as ModelOpt exports GPT"
+    )
+    for load in (load_model, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match=message) as error:
+            load(folder.quantized)
+        assert "\n" not in str(error.value)
 
 
 def test_packed_experts_beside_fused_ones_are_refused_by_name(tmp_path: Path) -> None:

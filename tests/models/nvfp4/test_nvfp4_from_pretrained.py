@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from checkpoints.folders import Folder, declaration, load_model, make_folder, make_mixed_folder
@@ -129,6 +130,16 @@ def test_a_missing_scale_is_an_error_and_not_random(tmp_path: Path, dialect: Dia
     folder.change(lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=rf"{name}: expected .* found no such tensor"):
         AutoModelForCausalLM.from_pretrained(folder.quantized)
+
+
+def test_more_experts_per_token_than_there_are(tmp_path: Path, dialect: Dialect) -> None:
+    folder = tagged(tmp_path, "qwen3_moe", dialect)
+    folder.config(num_experts_per_tok=9)
+    for load in (AutoModelForCausalLM.from_pretrained, load_model):
+        with pytest.raises(
+            CheckpointError, match=r"num_experts_per_tok: expected 1 \.\. 4, found 9"
+        ):
+            load(folder.quantized)
 
 
 def test_packed_weights_that_nothing_declares_are_an_error(tmp_path: Path) -> None:
@@ -394,6 +405,32 @@ def test_any_order_of_imports(tmp_path: Path, order: str) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["NvFp4Quantizer"] * 2
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel])
+def test_experts_that_transformers_would_misread(
+    tmp_path: Path, architecture: str, auto: Any
+) -> None:
+    """Of compressed-tensors files that halfbyte did not write."""
+    pytest.importorskip("compressed_tensors")
+    folder = make_folder(tmp_path, architecture, "compressed-tensors")
+    message = (
+        r"experts\.0\.\w+\.weight_global_scale: expected unquantized experts.*load_model reads"
+    )
+    with pytest.raises(CheckpointError, match=message) as error:
+        auto.from_pretrained(folder.quantized)
+    assert "\n" not in str(error.value)
+    assert torch.isfinite(logits(load_model(folder.quantized))).all()
+
+
+def test_the_package_keeps_models_without_experts(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    folder = make_folder(tmp_path, "qwen3", "compressed-tensors", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder.quantized)
+    assert isinstance(model.hf_quantizer, CompressedTensorsHfQuantizer)
+    expected = logits(load_model(folder.quantized))
+    assert (logits(model) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 class TestRegistration:

@@ -138,7 +138,17 @@ def _check_experts(model: PreTrainedModel, index: CheckpointIndex) -> None:
     """Raise CheckpointError for quantized experts that cannot be unfused here."""
     for name, module in model.named_modules():
         fused = getattr(module, "gate_up_proj", None)
-        if not isinstance(fused, nn.Parameter) or fused_experts(module) is not None:
+        if not isinstance(fused, nn.Parameter):
+            continue
+        for own in ("gate_up_proj", "down_proj"):
+            packed = index.tensors.get(f"{name}.{own}")
+            if packed is not None and packed.dtype in PACKED:
+                raise CheckpointError(
+                    f"{index.folder}: {name}.{own}: expected {'/'.join(FLOATS)}, because quantized "
+                    "experts of a layer packed into one tensor (as ModelOpt exports GPT-OSS in "
+                    f"NVFP4) are not supported, found {packed}"
+                )
+        if fused_experts(module) is not None:
             continue
         for tensor, entry in index.tensors.items():
             if tensor.startswith(f"{name}.") and entry.dtype in PACKED:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.models.nvfp4.experts import fused_experts
 from halfbyte.models.nvfp4.layers import LayerOptions
 from halfbyte.moe import MxFp4Experts
@@ -20,6 +21,27 @@ def holds_mxfp4_experts(config: Any) -> bool:
     section = getattr(config, "quantization_config", None)
     is_mxfp4 = isinstance(section, Mapping) and section.get("quant_method") == "mxfp4"
     return is_mxfp4 and config.model_type == "gpt_oss"
+
+
+def check_surplus_of_experts(model: PreTrainedModel, index: CheckpointIndex) -> None:
+    """Raise CheckpointError for a tensor beside those of MXFP4 experts.
+
+    Loading ignores surplus tensors elsewhere; here it could be the same weights unquantized.
+
+    Args:
+        model: with `MxFp4Experts` in place.
+        index: of its files.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, MxFp4Experts):
+            continue
+        known = {f"{name}.{own}" for own, _ in module.named_parameters()}
+        for tensor, entry in index.tensors.items():
+            if tensor.startswith(f"{name}.") and tensor not in known:
+                raise CheckpointError(
+                    f"{index.folder}: {tensor}: expected no such tensor beside experts in MXFP4, "
+                    f"found {entry}"
+                )
 
 
 def put_mxfp4_experts_in_place(model: PreTrainedModel, options: LayerOptions) -> None:

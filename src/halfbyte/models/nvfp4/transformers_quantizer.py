@@ -18,12 +18,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoints.dialects.base import PROVIDER, Declaration
-from halfbyte.checkpoints.dialects.registry import read_declaration
+from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES, read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import is_kv_scale
 from halfbyte.models.checkpoint_folder import Checkpoint, CheckpointKVScales
+from halfbyte.models.config_fields import check_top_k
 from halfbyte.models.file_names import named_as_modules
+from halfbyte.models.nvfp4.experts import fused_experts
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
 from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, replace_layers, untie
 from halfbyte.models.nvfp4.weight_stream import check_plain_tensors, stream_weights
@@ -129,6 +131,7 @@ class NvFp4Quantizer(HfQuantizer):
         # The files from which transformers loads the other tensors; the folder may hold more.
         index = named_as_modules(CheckpointIndex.read_chosen(files), model.config.model_type)
         folder, named = index.folder, _named_as_in_files(model, index)
+        check_top_k(model.config, folder)
         section = self.quantization_config.to_dict()
         declaration = read_declaration(folder, {"quantization_config": section})
         # Broken scales are an error before weights are read; sound ones stay with the model.
@@ -198,6 +201,33 @@ class NvFp4Quantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Yes: kernels are custom operators that `torch.compile` can trace."""
         return True
+
+
+def refuse_packed_experts(model: PreTrainedModel, files: Sequence[str]) -> None:
+    """Refuse NVFP4 experts for the quantizer of the compressed-tensors package.
+
+    It fuses experts without their global scales (transformers 5.23), and the weights are off by a
+    factor of thousands.
+
+    Args:
+        model: on the meta device.
+        files: from which transformers loads it.
+
+    Raises:
+        CheckpointError: the files have experts with a global scale.
+    """
+    experts = [name for name, module in model.named_modules() if fused_experts(module) is not None]
+    if not experts or not all(file.endswith(".safetensors") for file in files):
+        return
+    index = named_as_modules(CheckpointIndex.read_chosen(files), model.config.model_type)
+    suffix = f".{TENSOR_NAMES['compressed-tensors'].weight_global_scale}"
+    for name, entry in index.tensors.items():
+        if name.endswith(suffix) and any(f"{block}." in name for block in experts):
+            raise CheckpointError(
+                f"{index.folder}: {name}: expected unquantized experts, because transformers loads "
+                f"experts without their global scales, found {entry}; halfbyte.load_model reads "
+                "this checkpoint"
+            )
 
 
 def mark_as_quantized(model: PreTrainedModel, section: Mapping[str, Any]) -> None:
