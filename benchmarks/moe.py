@@ -7,14 +7,16 @@
 The first measures (on a GPU preferably with vLLM and `humming-kernels` installed), writes the JSON
 after every case, and exits with 1 if halfbyte failed or any result was wrong. The second only
 compiles what kernels keep on disk, for a run that has little time. The third prints the table of
-the JSON in Markdown and writes it between the `moe` markers of docs/moe.md.
+the JSON in Markdown, writes it between the `moe` markers of docs/moe.md, and draws docs/moe.svg.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
 
+from benchmarks.moe_layers.picture import draw
 from benchmarks.moe_layers.run import MoeRun
 from benchmarks.moe_layers.table import moe_markdown_table, moe_tables
 from benchmarks.program import measure, names, numbers, write_table
@@ -23,6 +25,7 @@ from halfbyte.cli.bench_arguments import parse_moe_shapes
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "moe.json"
 PAGE = REPOSITORY / "docs" / "moe.md"
+PICTURE = REPOSITORY / "docs" / "moe.svg"
 TABLE = "moe"
 """Its name in the page."""
 table = moe_markdown_table
@@ -42,6 +45,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.table:
         write_table(arguments.out, PAGE, TABLE, table)
+        report = json.loads(arguments.out.read_text())
+        if "cuda" in report["backends"]:
+            draw(report, PICTURE)
         return
     run = MoeRun(
         torch.device(arguments.device),

@@ -10,6 +10,7 @@ import torch
 
 from bench.shared import TIMES, measure_quickly
 from benchmarks import moe
+from benchmarks.moe_layers.picture import LINES, draw
 from benchmarks.moe_layers.run import MoeRun
 from benchmarks.peers.moe import MOE_PEERS, MoePeer
 from benchmarks.program import failures, to_json
@@ -203,6 +204,20 @@ def test_measures_and_then_writes_the_table(
     printed = capsys.readouterr()
     assert printed.out.splitlines()[2].startswith("| 4x2x64x32 | 1 | 0 | ")
     assert page.read_text() == f"before\n<!-- moe -->\n{printed.out}<!-- /moe -->\nafter\n"
+
+
+def test_picture_shows_the_committed_run(tmp_path: Path) -> None:
+    report = json.loads(moe.RESULT.read_text())
+    committed = moe.PICTURE.read_text()
+    assert f"]({moe.PICTURE.name})" in moe.PAGE.read_text()
+    labels = [label for _, label, _, _ in LINES]
+    shapes = {f"{row['shape']} ({report['gpu']})" for row in report["microseconds"]}
+    pytest.importorskip("matplotlib")
+    draw(report, tmp_path / "moe.svg")
+    for svg in (committed, (tmp_path / "moe.svg").read_text()):
+        assert all(f">{text}<" in svg for text in (*labels, *shapes, "8,192"))
+    with pytest.raises(ValueError, match="the report has no times of cuda"):
+        draw({**report, "microseconds": []}, tmp_path / "none.svg")
 
 
 def test_wrong_results_end_with_1(
