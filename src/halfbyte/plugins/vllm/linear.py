@@ -72,8 +72,11 @@ def _mark_before_loading(method: Any) -> None:
         config = get_current_vllm_config_or_none()
         if config is None or not wants_kernels(config, "linear"):
             return
+        from halfbyte.plugins.vllm.scales import has_no_weights
         from halfbyte.plugins.vllm.unloaded import mark_linear
 
+        if has_no_weights(config.load_config):  # dummy weights leave the codes as they are
+            return
         mark_linear(kwargs["layer"] if "layer" in kwargs else args[0])
 
     method.create_weights = create_weights

@@ -14,6 +14,7 @@ from halfbyte.linear import init_nvfp4_linear_kernel
 from halfbyte.plugins.vllm.attention import batch_invariant
 from halfbyte.plugins.vllm.log import follow_vllm
 from halfbyte.plugins.vllm.part_scales import part_scales
+from halfbyte.plugins.vllm.scales import has_no_weights
 from halfbyte.plugins.vllm.unloaded import check_linear
 
 logger = logging.getLogger("halfbyte")
@@ -47,7 +48,7 @@ class HalfbyteNvFp4LinearKernel(NvFp4LinearKernel):
         super().__init__(config)
         # Read it here: the configuration is not available when weights are processed.
         load_config = get_current_vllm_config().load_config
-        self._is_dummy = str(getattr(load_config, "load_format", "")).endswith("dummy")
+        self._is_dummy = has_no_weights(load_config)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:

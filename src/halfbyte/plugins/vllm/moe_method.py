@@ -30,6 +30,7 @@ from halfbyte.plugins.vllm.moe_weights import (
     packed_experts,
     parameters_of,
 )
+from halfbyte.plugins.vllm.scales import has_no_weights
 from halfbyte.plugins.vllm.unloaded import check_experts, check_gpt_oss, mark_unloaded
 
 logger = logging.getLogger("halfbyte")
@@ -73,7 +74,7 @@ class HalfbyteMoeMethod(FusedMoEMethodBase):
             self.quant_config = given["quant_config"]
         # Read here: the configuration is not available when weights are processed.
         load_config = get_current_vllm_config().load_config
-        self._is_dummy = str(getattr(load_config, "load_format", "")).endswith("dummy")
+        self._is_dummy = has_no_weights(load_config)
         self.kernel: MoeKernel | None = None
         self._names: tuple[str, ...] = ()
         self.is_monolithic = _routes()  # an attribute: on CPUs Dynamo traces its readers

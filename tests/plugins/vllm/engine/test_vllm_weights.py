@@ -134,3 +134,10 @@ def test_a_missing_tensor_is_refused(
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(Exception, match=rf"layers\.1\..*{message}"), vllm_engine(folder):
         pass
+
+
+def test_dummy_weights_are_not_missing(tmp_path: Path) -> None:
+    folder = quantized(tmp_path, "modelopt", activations=False)
+    with vllm_engine(folder, load_format="dummy") as llm:
+        assert kernels_of(llm)
+        assert len(generate(llm, TEXTS[:1])) == 1
