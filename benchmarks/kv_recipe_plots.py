@@ -3,16 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.kv_recipe_tables import label
+from benchmarks.svg import INK, svg_figure
 
 PICTURES = ("accuracy_bits.svg", "accuracy_position.svg", "accuracy_layers.svg")
-_INK = "#7d8590"
-"""Legible on white and on black alike."""
 _COLORS = {
     "`fp8_e4m3`": "#5c8fd6",
     "`nvfp4_4over6`": "#b08bd0",
@@ -25,16 +22,15 @@ _COLORS = {
 
 def draw(report: dict[str, Any], folder: Path) -> None:
     """Write `PICTURES` into a folder; the same report gives the same files."""
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte", "font.size": 9.0}):
-        for name, part, fill in zip(
-            PICTURES, ("models", "long", "layers"), (_bits, _position, _layers), strict=True
-        ):
-            models = report[part]
-            figure = Figure(figsize=(10.0, 3.6), layout="constrained")
+    for name, part, fill in zip(
+        PICTURES, ("models", "long", "layers"), (_bits, _position, _layers), strict=True
+    ):
+        models = report[part]
+        with svg_figure(folder / name, (10.0, 3.6), font_size=9.0) as figure:
             axes = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
             for ax, (model, rows) in zip(axes, models.items(), strict=True):
                 fill(ax, rows)
-                ax.set_title(model, fontsize=10, color=_INK)
+                ax.set_title(model, fontsize=10, color=INK)
                 _tidy(ax)
             handles, labels = axes[0].get_legend_handles_labels()
             figure.legend(
@@ -43,10 +39,9 @@ def draw(report: dict[str, Any], folder: Path) -> None:
                 loc="outside upper center",
                 ncols=len(labels),
                 frameon=False,
-                labelcolor=_INK,
+                labelcolor=INK,
                 fontsize=9,
             )
-            figure.savefig(folder / name, transparent=True, metadata={"Date": None})
 
 
 def _drawn(rows: list[dict[str, Any]]) -> list[tuple[str, str, list[dict[str, Any]]]]:
@@ -82,10 +77,10 @@ def _layers(ax: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _tidy(ax: Axes) -> None:
-    ax.grid(axis="y", which="both", color=_INK, alpha=0.15)
-    ax.tick_params(colors=_INK, which="both")
-    ax.xaxis.label.set_color(_INK)
-    ax.yaxis.label.set_color(_INK)
+    ax.grid(axis="y", which="both", color=INK, alpha=0.15)
+    ax.tick_params(colors=INK, which="both")
+    ax.xaxis.label.set_color(INK)
+    ax.yaxis.label.set_color(INK)
     for name, spine in ax.spines.items():
         spine.set_visible(name in {"left", "bottom"})
-        spine.set_color(_INK)
+        spine.set_color(INK)

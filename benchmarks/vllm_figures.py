@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import put_table
+from benchmarks.svg import INK, svg_figure
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -27,7 +28,6 @@ ONLINE_PICTURE = REPOSITORY / "docs" / "vllm_online.svg"
 PAGE = REPOSITORY / "docs" / "numbers" / "vllm.md"
 RECIPES_PAGE = REPOSITORY / "docs" / "recipes.md"
 COLORS = ("#8a96a3", "#5c8fd6", "#3b6fb6", "#f4a261", "#e8590c", "#b23c00")
-_INK = "#7d8590"
 
 
 def cases_of(report: dict[str, Any]) -> list[str]:
@@ -151,13 +151,8 @@ def draw_bars(
     Args:
         bars: by variant, a value per group; None for no bar.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     width = 0.84 / len(bars)
-    # Text stays text, and the same report gives the same file.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte"}):
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
+    with svg_figure(path, (11, 4.2)) as figure:
         axes = figure.add_subplot()
         for i, (name, values) in enumerate(bars.items()):
             offset = (i - (len(bars) - 1) / 2) * width
@@ -169,23 +164,22 @@ def draw_bars(
                 color=COLORS[i],
                 label=name,
             )
-            axes.bar_label(drawn, fmt="%.1f", color=_INK, fontsize=9, padding=1.5)
+            axes.bar_label(drawn, fmt="%.1f", color=INK, fontsize=9, padding=1.5)
         axes.set_xticks(range(len(groups)), groups, fontsize=9)
-        axes.tick_params(colors=_INK, length=0, labelsize=9)
-        axes.yaxis.grid(True, color=_INK, alpha=0.25, linewidth=0.7)
+        axes.tick_params(colors=INK, length=0, labelsize=9)
+        axes.yaxis.grid(True, color=INK, alpha=0.25, linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[:].set_visible(False)
         axes.margins(x=0.01, y=0.08)
-        axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold", pad=44)
+        axes.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold", pad=44)
         axes.legend(
             frameon=False,
-            labelcolor=_INK,
+            labelcolor=INK,
             fontsize=9.5,
             ncols=3,
             loc="lower left",
             bbox_to_anchor=(-0.01, 1.0),
         )
-        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
 
 
 def main() -> None:

@@ -1,25 +1,18 @@
 """The decode steps of a report as a bar chart in SVG, for light and dark backgrounds."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.attention.cases import WITHOUT_PEERS
 from benchmarks.attention.table import case_label, heads_label
+from benchmarks.svg import INK, svg_figure
 
 BARS = (
     ("halfbyte_nvfp4", "halfbyte, NVFP4 cache", "#e8590c"),
     ("flashinfer_fp8", "FlashInfer, FP8 cache", "#5c8fd6"),
     ("flashinfer_bf16", "FlashInfer, BF16 cache", "#8a96a3"),
 )
-_INK = "#7d8590"
-"""Legible on white and on black."""
 _WIDTH = 0.27
-
-
-def _require_matplotlib() -> None:
-    if find_spec("matplotlib") is None:
-        raise ValueError("picture: needs matplotlib (pip install 'halfbyte[bench]')")
 
 
 def _is_drawn(kind: str, name: str) -> bool:
@@ -32,10 +25,6 @@ def draw(report: dict[str, Any], path: Path) -> None:
     Raises:
         ValueError: matplotlib is missing, or the report holds no decode step on an NVFP4 cache.
     """
-    _require_matplotlib()
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     rows = [
         row
         for row in report["microseconds"]
@@ -43,11 +32,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     ]
     if not rows:
         raise ValueError("picture: the report has no decode step on an nvfp4 cache")
-    # Text stays text, and the same report gives the same file.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte"}):
-        figure = Figure(figsize=(max(10.0, 1.15 * len(rows)), 4.2), layout="constrained")
+    with svg_figure(path, (max(10.0, 1.15 * len(rows)), 4.2)) as figure:
         _draw_bars(figure.add_subplot(), report, rows)
-        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
 
 
 def _draw_bars(axes: Any, report: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -64,7 +50,7 @@ def _draw_bars(axes: Any, report: dict[str, Any], rows: list[dict[str, Any]]) ->
             color=color,
             label=label,
         )
-        axes.bar_label(bars, fmt="%.0f", color=_INK, fontsize=9, padding=1.5)
+        axes.bar_label(bars, fmt="%.0f", color=INK, fontsize=9, padding=1.5)
         drawn += [bars] if shown else []
     ours = BARS[0][0]
     centers = [x + _offset(row, ours) for x, row in enumerate(rows)]
@@ -78,17 +64,17 @@ def _draw_bars(axes: Any, report: dict[str, Any], rows: list[dict[str, Any]]) ->
         path_effects=halo,
     )
     axes.set_xticks(range(len(rows)), [_label(row) for row in rows], fontsize=9)
-    axes.tick_params(colors=_INK, length=0, labelsize=9)
-    axes.yaxis.grid(True, color=_INK, alpha=0.25, linewidth=0.7)
+    axes.tick_params(colors=INK, length=0, labelsize=9)
+    axes.yaxis.grid(True, color=INK, alpha=0.25, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
     axes.margins(x=0.01, y=0.08)
     title = f"µs for attention of one decode step ({report['gpu'] or 'CPU'}; less is better)"
-    axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold", pad=26)
+    axes.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold", pad=26)
     legend = axes.legend(
         handles=[*drawn, floors],
         frameon=False,
-        labelcolor=_INK,
+        labelcolor=INK,
         fontsize=9.5,
         ncols=4,
         loc="lower left",

@@ -1,8 +1,9 @@
 """Times of experts over tokens as a line chart in SVG, for light and dark backgrounds."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from benchmarks.svg import INK, svg_figure
 
 LINES = (
     ("cuda", "halfbyte", "#e8590c", "-"),
@@ -12,8 +13,6 @@ LINES = (
     ("vllm_bf16", "vLLM, Triton on bfloat16", "#8a96a3", "--"),
     ("plain_read", "reading the bytes of the experts hit", "#7d8590", ":"),
 )
-_INK = "#7d8590"
-"""Legible on white and on black."""
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -26,35 +25,27 @@ def draw(report: dict[str, Any], path: Path) -> None:
     Raises:
         ValueError: matplotlib is missing, or the report has no time of `cuda`.
     """
-    if find_spec("matplotlib") is None:
-        raise ValueError("picture: needs matplotlib (pip install 'halfbyte[bench]')")
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     timing = report["judged_by"][0]
     rows = [row for row in report["microseconds"] if timing in row["subjects"].get(LINES[0][0], {})]
     if not rows:
         raise ValueError(f"picture: the report has no times of {LINES[0][0]}")
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    # Text stays text, and the same report gives the same file.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte"}):
-        figure = Figure(figsize=(10.0, 4.0), layout="constrained")
+    with svg_figure(path, (10.0, 4.0)) as figure:
         panels = figure.subplots(1, len(shapes), squeeze=False)[0]
         shown: dict[str, Any] = {}
         for axes, shape in zip(panels, shapes, strict=True):
             shown |= _draw_lines(axes, [row for row in rows if row["shape"] == shape], timing)
             title = f"{shape} ({report['gpu'] or 'CPU'})"
-            axes.set_title(title, loc="left", color=_INK, fontsize=10)
-        panels[0].set_ylabel("µs", color=_INK)
+            axes.set_title(title, loc="left", color=INK, fontsize=10)
+        panels[0].set_ylabel("µs", color=INK)
         figure.legend(
             *(list(shown.values()), list(shown)),
             frameon=False,
-            labelcolor=_INK,
+            labelcolor=INK,
             fontsize=9,
             ncols=3,
             loc="outside upper left",
         )
-        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
 
 
 def _draw_lines(axes: Any, rows: list[dict[str, Any]], timing: str) -> dict[str, Any]:
@@ -73,8 +64,8 @@ def _draw_lines(axes: Any, rows: list[dict[str, Any]], timing: str) -> dict[str,
     ticks = [row["m"] for row in rows]
     axes.set_xticks(ticks, [f"{m:,}" for m in ticks], fontsize=8)
     axes.minorticks_off()
-    axes.tick_params(colors=_INK, length=0, labelsize=8)
-    axes.set_xlabel("tokens", color=_INK, fontsize=9)
-    axes.grid(True, color=_INK, alpha=0.25, linewidth=0.7)
+    axes.tick_params(colors=INK, length=0, labelsize=8)
+    axes.set_xlabel("tokens", color=INK, fontsize=9)
+    axes.grid(True, color=INK, alpha=0.25, linewidth=0.7)
     axes.spines[:].set_visible(False)
     return drawn

@@ -124,16 +124,17 @@ def test_table_and_picture_show_the_run(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_picture_needs_a_decode_step_and_matplotlib(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    benchmark = AttentionRun(CPU, ("fp8",), with_peers=False)
-    benchmark.run(decode("llama", 1, 20))
     picture = tmp_path / "picture.svg"
+    runs = {dtype: AttentionRun(CPU, (dtype,), with_peers=False) for dtype in ("nvfp4", "fp8")}
+    for benchmark in runs.values():
+        benchmark.run(decode("llama", 1, 20))
     with monkeypatch.context() as context:
-        context.setattr("benchmarks.attention.picture.find_spec", lambda name: None)
+        context.setattr("benchmarks.svg.find_spec", lambda name: None)
         with pytest.raises(ValueError, match=r"pip install 'halfbyte\[bench\]'"):
-            draw(benchmark.report, picture)
+            draw(runs["nvfp4"].report, picture)
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="no decode step on an nvfp4 cache"):
-        draw(benchmark.report, picture)
+        draw(runs["fp8"].report, picture)
     assert not picture.exists()
 
 

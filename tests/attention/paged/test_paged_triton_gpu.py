@@ -13,6 +13,7 @@ from attention.cases import (
     make_case,
 )
 from attention.graphs import assert_graph_follows_lengths
+from gpu_sync import waiting_is_an_error
 from halfbyte.attention import paged_attention
 from halfbyte.attention.paged.plan import operand_dtype
 from kvcache.page_arithmetic import KERNEL_DTYPES
@@ -206,9 +207,7 @@ def test_triton_attention_never_waits_for_the_gpu() -> None:
         for name, value in case.arguments().items()
     }
     query, pages = case.query.cuda(), case.pages.cuda()
-    paged_attention(query, pages, backend="triton", **arguments)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        paged_attention(query, pages, backend="triton", **arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    expected = paged_attention(query, pages, backend="triton", **arguments)
+    with waiting_is_an_error():
+        out = paged_attention(query, pages, backend="triton", **arguments)
+    assert torch.equal(out, expected)

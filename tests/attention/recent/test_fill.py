@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from attention.cases import Case, make_case
-from halfbyte.attention.recent.fill import fill_rings, unpack_into_rings
+from gpu_sync import waiting_is_an_error
+from halfbyte.attention.recent.fill import Rings, fill_rings, unpack_into_rings
 from halfbyte.kvcache.recent_step import LayerPages, MissingTokens, RecentStep
 from kvcache.transforms import on
 
@@ -47,12 +48,13 @@ def step_and_pages(case: Case, device: str) -> tuple[RecentStep, LayerPages]:
     return step, packed
 
 
-def rings(case: Case, ring: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+def rings(case: Case, ring: int, dtype: torch.dtype, device: str) -> Rings:
     layout = case.layout
-    return tuple(
+    key, value = (
         torch.full((ENTRIES, layout.num_kv_heads, ring, size), 7.0, dtype=dtype, device=device)
         for size in (layout.head_size, layout.head_size_v)
     )
+    return key, value
 
 
 def assert_fills(fill: Any, case: Case, ring: int, window: int | None, device: str) -> None:
@@ -61,7 +63,7 @@ def assert_fills(fill: Any, case: Case, ring: int, window: int | None, device: s
     step, packed = step_and_pages(case, device)
     got, want = rings(case, ring, dtype, device), rings(case, ring, dtype, device)
     fill(step, got, packed, window)
-    step.fill((want[0], want[1]), packed, window)
+    step.fill(want, packed, window)
     tolerance = 1e-5 if device == "cpu" else 2**-7
     assert (want[0] != 7).any()
     for a, b in zip(got, want, strict=True):
@@ -91,8 +93,8 @@ def test_fill_on_a_gpu(name: str) -> None:
 def test_fill_does_not_sync() -> None:
     case = make_case(**CASES["recipe"], query_lens=(1,) * 4, seq_lens=LENGTHS)
     step, packed = step_and_pages(case, "cuda")
-    for _ in range(2):  # the first call compiles
-        key, value = rings(case, 64, torch.bfloat16, "cuda")
-        fill_rings(step, (key, value), packed)
-        torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
+    compiled, filled = (rings(case, 64, torch.bfloat16, "cuda") for _ in range(2))
+    fill_rings(step, compiled, packed)
+    with waiting_is_an_error():
+        fill_rings(step, filled, packed)
+    assert all(torch.equal(a, b) for a, b in zip(filled, compiled, strict=True))

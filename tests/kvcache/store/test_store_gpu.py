@@ -1,13 +1,13 @@
 """The compiled store kernel on a GPU: the reference's bytes, without a sync."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from gpu_sync import waiting_is_an_error
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import KERNEL_DTYPES, KERNEL_DTYPES_WITH_GLOBAL_SCALE, Geometry
@@ -42,16 +42,6 @@ from halfbyte.kvcache.store.triton_kernel import store_tokens
 pytestmark = pytest.mark.gpu
 
 Call = Callable[..., None]
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """Make any PyTorch operation that syncs the GPU raise."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def without_waiting(store: Call) -> Call:

@@ -5,6 +5,7 @@
 // Macros:
 //   RECENT       recent tokens, read in 16 bits; 0 for none
 //   KNOWS_FIRST  1 if pages may mark the first token
+//   SPLIT_ROUNDS 1 if short units share the rounds (decode.cu)
 //   MARK         block scale of K at position 0 that marks a constant, whose index is K's first byte
 
 #pragma once

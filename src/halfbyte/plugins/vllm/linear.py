@@ -61,23 +61,15 @@ def _wrap_module(module: ModuleType) -> None:
 
 
 def _mark_before_loading(method: Any) -> None:
-    """Make a vLLM method class mark parameters for halfbyte's kernels (`unloaded`)."""
+    """Make a vLLM method class mark the parameters of halfbyte's kernels (`unloaded`)."""
     create = method.create_weights
 
     @wraps(create)
     def create_weights(self: Any, *args: Any, **kwargs: Any) -> None:
-        from vllm.config import get_current_vllm_config_or_none
-
         create(self, *args, **kwargs)
-        config = get_current_vllm_config_or_none()
-        if config is None or not wants_kernels(config, "linear"):
-            return
-        from halfbyte.plugins.vllm.scales import has_no_weights
-        from halfbyte.plugins.vllm.unloaded import mark_linear
-
-        if has_no_weights(config.load_config):  # dummy weights leave the codes as they are
-            return
-        mark_linear(kwargs["layer"] if "layer" in kwargs else args[0])
+        mark = getattr(getattr(self, "kernel", None), "mark_unloaded", None)
+        if mark is not None:
+            mark(kwargs["layer"] if "layer" in kwargs else args[0])
 
     method.create_weights = create_weights
 

@@ -15,7 +15,7 @@ from halfbyte.plugins.vllm.attention import batch_invariant
 from halfbyte.plugins.vllm.log import follow_vllm
 from halfbyte.plugins.vllm.part_scales import part_scales
 from halfbyte.plugins.vllm.scales import has_no_weights
-from halfbyte.plugins.vllm.unloaded import check_linear
+from halfbyte.plugins.vllm.unloaded import check_linear, mark_linear
 
 logger = logging.getLogger("halfbyte")
 
@@ -67,6 +67,11 @@ class HalfbyteNvFp4LinearKernel(NvFp4LinearKernel):
         """True for every layer: `config` does not describe it."""
         return True, None
 
+    def mark_unloaded(self, layer: Any) -> None:
+        """Mark the parameters that vLLM has created; dummy weights leave codes as they are."""
+        if not self._is_dummy:
+            mark_linear(layer)
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Convert the layer's attributes to halfbyte's, and repack its weights for a kernel.
 
@@ -84,9 +89,9 @@ class HalfbyteNvFp4LinearKernel(NvFp4LinearKernel):
             batch_invariant=batch_invariant(),
             part_sizes=parts if sum(parts) == n else (),
         )
-        if not self._is_dummy:
-            check_linear(layer, config.part_sizes or (n,))
         scales = part_scales(layer, len(config.part_sizes) or 1).to(device)
+        if not self._is_dummy:
+            check_linear(layer, config.part_sizes or (n,), scales)
         for name in _SURPLUS:
             layer._parameters.pop(name, None)
             vars(layer).pop(name, None)

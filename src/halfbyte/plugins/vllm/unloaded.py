@@ -16,58 +16,46 @@ _UNLOADED_SCALES = {"nvfp4": 0x7F, "mxfp4": 0xFF}
 """NaN in E4M3 and in E8M0."""
 _UNLOADED_CODES = 0x88
 """Two values of -0.0: a matrix of nothing else is not loaded."""
+_GLOBAL_SCALES = "weight_scale_2", "weight_global_scale"
+_NO_CODES = "codes are missing"
 _BAD_SCALES = "block scales are missing, NaN or negative"
+_BAD_GLOBAL = "global scale is missing, or not positive"
 _PROJECTIONS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 
 
 def mark_linear(layer: Any) -> None:
-    """Fill codes and block scales of a linear layer before its weights are loaded, if it is NVFP4.
+    """Fill the parameters of an NVFP4 linear layer before its weights are loaded.
 
     Args:
         layer: vLLM's, with parameters.
     """
-    codes = getattr(layer, "weight_packed", None)
-    codes = getattr(layer, "weight", None) if codes is None else codes
-    scales = getattr(layer, "weight_scale", None)
-    if codes is None or scales is None:
-        return
-    if codes.dtype == torch.uint8 and scales.dtype == torch.float8_e4m3fn:
-        codes.data.fill_(_UNLOADED_CODES)
-        scales.data.view(torch.uint8).fill_(_UNLOADED_SCALES["nvfp4"])
+    _mark(layer, "", "nvfp4")
 
 
-def check_linear(layer: Any, part_sizes: Sequence[int]) -> None:
-    """Raise ValueError for codes or block scales that were not loaded, or are no numbers.
+def check_linear(layer: Any, part_sizes: Sequence[int], global_scales: torch.Tensor) -> None:
+    """Raise ValueError for weights that were not loaded, or that are no numbers.
 
     Args:
         layer: vLLM's, as its method prepares it for a kernel.
-        part_sizes: rows of each fused part, in the order of the codes.
+        part_sizes: rows of each fused part, in the order of the codes; none is 0.
+        global_scales: `[parts]`.
     """
-    codes, scales = layer.weight.data, layer.weight_scale.data
-    parts = zip(codes.split(list(part_sizes)), scales.split(list(part_sizes)), strict=True)
-    flags = [
-        ((c == _UNLOADED_CODES).all(), is_bad_block_scale(s).any()) for c, s in parts if len(c)
-    ]
-    for part, (lacks_codes, has_bad) in enumerate(flags):
-        if lacks_codes or has_bad:
-            what = (
-                "codes are missing" if lacks_codes else "block scales are missing, NaN or negative"
-            )
-            where = f" of part {part}" if len(flags) > 1 else ""
-            raise ValueError(f"{getattr(layer, 'prefix', 'NVFP4 layer')}: {what}{where}")
-
-
-def parameter_of(layer: Any, name: str, *suffixes: str) -> torch.Tensor | None:
-    """The first parameter `{name}_{suffix}` of vLLM's layer that there is."""
-    found = (getattr(layer, f"{name}_{suffix}", None) for suffix in suffixes)
-    return next((x.data for x in found if x is not None), None)
+    sizes = list(part_sizes)
+    codes, scales = layer.weight.data.split(sizes), layer.weight_scale.data.split(sizes)
+    for what, bad in (
+        (_NO_CODES, torch.cat([_is_unloaded(part, 1) for part in codes])),
+        (_BAD_SCALES, torch.cat([_has_bad(part, 1, "nvfp4") for part in scales])),
+        (_BAD_GLOBAL, ~_is_positive(global_scales)),
+    ):
+        found = bad.nonzero().flatten().tolist()
+        if found:
+            where = f", in part {found[0]}" if len(sizes) > 1 else ""
+            raise ValueError(f"{layer.prefix}: {what}{where}")
 
 
 def codes_of(layer: Any, name: str) -> torch.Tensor:
     """uint8 `[experts, N, K/2]` of matrix `w13` or `w2`."""
-    codes = parameter_of(layer, name, "weight_packed", "weight")
-    assert codes is not None
-    return codes
+    return _codes_of(layer, f"{name}_")
 
 
 def mark_unloaded(layer: Any, weight_format: WeightFormat) -> None:
@@ -78,14 +66,7 @@ def mark_unloaded(layer: Any, weight_format: WeightFormat) -> None:
         weight_format: theirs.
     """
     for name in _PROJECTIONS:
-        codes_of(layer, name).fill_(_UNLOADED_CODES)
-        scales = parameter_of(layer, name, "weight_scale")
-        assert scales is not None
-        scales.view(torch.uint8).fill_(_UNLOADED_SCALES[weight_format])
-        for suffix in ("weight_scale_2", "weight_global_scale"):
-            global_scale = parameter_of(layer, name, suffix)
-            if global_scale is not None:
-                global_scale.fill_(torch.nan)
+        _mark(layer, f"{name}_", weight_format)
 
 
 def check_experts(layer: Any, weight_format: WeightFormat) -> None:
@@ -97,19 +78,16 @@ def check_experts(layer: Any, weight_format: WeightFormat) -> None:
     """
     for name, projections in _PROJECTIONS.items():
         parts = len(projections)
-        codes, scales = codes_of(layer, name), parameter_of(layer, name, "weight_scale")
-        assert scales is not None
+        codes, scales = codes_of(layer, name), getattr(layer, f"{name}_weight_scale").data
         # Expert by expert: all at once would take a layer's size again. One sync for each kind.
         missing = torch.stack([_is_unloaded(expert, parts) for expert in codes])
-        _refuse_first(layer, projections, "codes are missing", missing)
+        _refuse_first(layer, projections, _NO_CODES, missing)
         bad = torch.stack([_has_bad(expert, parts, weight_format) for expert in scales])
         _refuse_first(layer, projections, _BAD_SCALES, bad)
-        global_scale = parameter_of(layer, name, "weight_scale_2", "weight_global_scale")
+        global_scale = _global_scale_of(layer, f"{name}_")
         if global_scale is not None:
             global_scale = global_scale.reshape(len(codes), -1)
-            bad = ~(global_scale.isfinite() & (global_scale > 0))
-            what = "global scale is missing, or no positive number"
-            _refuse_first(layer, projections, what, bad)
+            _refuse_first(layer, projections, _BAD_GLOBAL, ~_is_positive(global_scale))
 
 
 def check_gpt_oss(layer: Any, tp_rank: int) -> None:
@@ -121,13 +99,39 @@ def check_gpt_oss(layer: Any, tp_rank: int) -> None:
     """
     for name in _PROJECTIONS if tp_rank == 0 else ():
         for suffix in ("weight", "weight_scale"):
-            tensor = parameter_of(layer, name, suffix)
-            if tensor is not None and tensor.numel() and not tensor.any():
+            tensor = getattr(layer, f"{name}_{suffix}").data
+            if tensor.numel() and not tensor.any():
                 raise ValueError(f"{layer.layer_name}: {name}_{suffix} of all experts is missing")
+
+
+def _mark(layer: Any, prefix: str, weight_format: WeightFormat) -> None:
+    """Fill the parameters of a matrix, whose names begin with `prefix`."""
+    _codes_of(layer, prefix).fill_(_UNLOADED_CODES)
+    scales = getattr(layer, f"{prefix}weight_scale").data
+    scales.view(torch.uint8).fill_(_UNLOADED_SCALES[weight_format])
+    global_scale = _global_scale_of(layer, prefix)
+    if global_scale is not None:
+        global_scale.fill_(torch.nan)
+
+
+def _codes_of(layer: Any, prefix: str) -> torch.Tensor:
+    packed = getattr(layer, f"{prefix}weight_packed", None)
+    codes: torch.Tensor = (getattr(layer, f"{prefix}weight") if packed is None else packed).data
+    return codes
+
+
+def _global_scale_of(layer: Any, prefix: str) -> torch.Tensor | None:
+    """By ModelOpt's name or by compressed-tensors'; None for MXFP4."""
+    found = (getattr(layer, f"{prefix}{name}", None) for name in _GLOBAL_SCALES)
+    return next((x.data for x in found if x is not None), None)
 
 
 def _is_unloaded(codes: torch.Tensor, parts: int) -> torch.Tensor:
     return (codes == _UNLOADED_CODES).view(parts, -1).all(1)
+
+
+def _is_positive(scales: torch.Tensor) -> torch.Tensor:
+    return scales.isfinite() & (scales > 0)
 
 
 def _has_bad(scales: torch.Tensor, parts: int, weight_format: WeightFormat) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import halfbyte
 from halfbyte.assets import bundled_model_path
@@ -72,6 +73,16 @@ def vllm_engine(
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def without(folder: Path, tensor: str) -> Path:
+    """The folder, after removing the only tensor of its file whose name ends with `tensor`."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    (missing,) = [name for name in tensors if name.endswith(tensor)]
+    del tensors[missing]
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
 
 
 def allow_float32(patch: pytest.MonkeyPatch) -> None:

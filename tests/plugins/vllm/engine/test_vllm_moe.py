@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from models.zoo import token_ids
 from plugins.vllm.engine.engines import (
@@ -16,6 +15,7 @@ from plugins.vllm.engine.engines import (
     halfbyte_tokens,
     run_apart,
     vllm_engine,
+    without,
 )
 from plugins.vllm.engine.moe_checkpoints import make_gpt_oss, make_mxfp4, make_nvfp4
 
@@ -72,12 +72,7 @@ def test_experts_equal_halfbyte_s_engine(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_missing_tensor_is_refused(tmp_path: Path, name: str, tensor: str, message: str) -> None:
-    folder = MAKE[name](tmp_path)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    (missing,) = [found for found in tensors if found.endswith(tensor)]
-    del tensors[missing]
-    save_file(tensors, file, metadata={"format": "pt"})
+    folder = without(MAKE[name](tmp_path), tensor)
     with pytest.raises(Exception, match=f"layers.1.*{message}"), engine(folder):
         pass
 

@@ -18,6 +18,7 @@ from plugins.vllm.engine.engines import (
     halfbyte_tokens,
     layers_of,
     vllm_engine,
+    without,
 )
 from slow import slow
 
@@ -116,7 +117,11 @@ def test_layers_without_our_attention(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dialect", "tensor", "message"),
     [
-        ("modelopt", "layers.1.self_attn.k_proj.weight", "qkv_proj: codes are missing of part 1"),
+        ("modelopt", "layers.1.self_attn.k_proj.weight", "qkv_proj: codes are missing, in part 1"),
+        (
+            *("compressed-tensors", "layers.1.self_attn.v_proj.weight_global_scale"),
+            "qkv_proj: global scale is missing, or not positive, in part 2",
+        ),
         slow(
             *("compressed-tensors", "layers.1.mlp.down_proj.weight_scale"),
             "down_proj: block scales are missing",
@@ -126,12 +131,7 @@ def test_layers_without_our_attention(tmp_path: Path) -> None:
 def test_a_missing_tensor_is_refused(
     tmp_path: Path, dialect: str, tensor: str, message: str
 ) -> None:
-    folder = quantized(tmp_path, dialect, activations=False)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    (missing,) = [name for name in tensors if name.endswith(tensor)]
-    del tensors[missing]
-    save_file(tensors, file, metadata={"format": "pt"})
+    folder = without(quantized(tmp_path, dialect, activations=False), tensor)
     with pytest.raises(Exception, match=rf"layers\.1\..*{message}"), vllm_engine(folder):
         pass
 
