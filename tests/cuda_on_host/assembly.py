@@ -91,6 +91,7 @@ ASSEMBLY = {
     "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;": f"{HERE}copy(%0, %1, 4, 4)",
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": f"{HERE}copy(%0, %1, 16, %2)",
     "cp.async.cg.shared.global [%0], [%1], 16;": f"{HERE}copy(%0, %1, 16, 16)",
+    "cp.async.ca.shared.global [%0], [%1], 16;": f"{HERE}copy(%0, %1, 16, 16)",
     "cp.async.ca.shared.global [%0], [%1], 4, %2;": f"{HERE}copy(%0, %1, 4, %2)",
     "cp.async.ca.shared.global [%0], [%1], 4;": f"{HERE}copy(%0, %1, 4, 4)",
     "{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}": (

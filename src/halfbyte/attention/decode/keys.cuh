@@ -12,7 +12,6 @@
 #include "attention/decode/values.cuh"
 
 #define HAS_INITIAL (RECENT || KNOWS_FIRST)
-#define SHORT_SPAN 8  // tiles
 
 #if defined(Q_BF16)
 #define OF_BF16 true
@@ -84,12 +83,11 @@ struct RecentRows {
   const WorkItem& item;
   int head, begin, stop;  // positions that any column sees: begin <= position < stop
   int first_query;        // position of the sequence's first query token
-  int constant;           // index of the first token's constant; -1 for none
+  int constant;           // index of the first token's constant; -1 for none or not known
   u32 ring_row, slot;     // first row of this head's ring, and in it the slot of `begin`
 
-  __device__ __forceinline__ RecentRows(const Params& p, const WorkItem& item, const KeyInputs& from, int head,
-                                        int constant)
-      : p(p), item(item), head(head), begin(0), stop(0), first_query(0), constant(constant), ring_row(0), slot(0) {
+  __device__ __forceinline__ RecentRows(const Params& p, const WorkItem& item, const KeyInputs& from, int head)
+      : p(p), item(item), head(head), begin(0), stop(0), first_query(0), constant(-1), ring_row(0), slot(0) {
 #if RECENT
     first_query = from.length - item.queries;
     const int columns = GROUP * item.queries, column = item.col_tile * COLS;

@@ -72,6 +72,7 @@ struct Params {
 #define STAGE_BYTES (TILE / SPAN * SPAN_BYTES)
 #define Q_BYTES (Q_SHARED ? N_TILES * STEPS_K * 256 : 0)
 // For means of K (means.cuh), per warp of decode.cu.
+#define ANGLE_BYTES (KEEPS_ANGLES ? 16 * PAIRS * 8 : 0)
 #define MEAN_LANES (COLS < 8 ? 4 * COLS : 32)
 #define COEFFICIENT_BYTES (KEEPS_COEFFICIENTS ? N_TILES * (PAIRS / 8) * MEAN_LANES * 16 : 0)
 #define BIAS_BYTES (SEGMENT ? 16 * COLS * 4 : 0)
@@ -79,6 +80,11 @@ struct Params {
 #ifndef RING_WARPS
 #define RING_WARPS 1
 #endif
+// Recent tokens that come through the ring, as stages in front of a work item's tiles; 0 if a stage has no room for 16.
+#define STAGED_ROW (2 * (HEAD_SIZE + HEAD_SIZE_V))
+#define STAGES_RECENT (RECENT && RING_WARPS == 1 && 16 * STAGED_ROW <= STAGE_BYTES)
+// Whether the ring starts again with every work item, instead of loading the next one's tiles ahead.
+#define RESTARTS (STAGES_RECENT || KEEPS_ANGLES)
 // Each warp has 16 tokens of every 64 of a tile. All addresses are computed once, except pages.
 #define SHARED_RING (HND && RING_WARPS > 1)
 
@@ -120,7 +126,7 @@ struct Share {
 };
 
 __device__ __forceinline__ Share share_of(const PlanHeader& header, const WorkItem& item, int unit) {
-  const int begin = unit * header.span, start = item.begin + header.overhead;
+  const int begin = unit * header.span, start = item.begin + header.lead();
   return {item.first_tile + max(0, begin - start),
           item.first_tile + min(item.num_tiles, begin + header.span - start)};
 }
@@ -128,7 +134,7 @@ __device__ __forceinline__ Share share_of(const PlanHeader& header, const WorkIt
 // Loads work item `index`; whether it starts within the unit, after the unit's earlier ones.
 __device__ __forceinline__ bool next_item_in_unit(const Params& p, const PlanHeader& header, int index,
                                         int unit, WorkItem& item) {
-  if (header.overhead == 0 || index >= header.items) return false;
+  if (header.is_aligned() || index >= header.items) return false;
   item = p.plan.item(index);
   return item.begin < (unit + 1) * header.span;
 }
@@ -168,7 +174,7 @@ struct Tiles {
 
   __device__ __forceinline__ bool next_item() {
     WorkItem item;
-    if (!next_item_in_unit(p, header, ++index, unit, item)) return false;
+    if (RESTARTS || !next_item_in_unit(p, header, ++index, unit, item)) return false;
     enter(item);
     return true;
   }
@@ -224,11 +230,18 @@ struct Loader : Tiles {
                                                              : OFF_SF_V + row * SF_V - SF_K * 16));
 #endif
     begin(first_unit.item);
+    load_page_ids();
+    if (RESTARTS) return;  // attend() does the rest
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) {
-      if (i == 0) load_page_ids();
-      step();
-    }
+    for (int i = 0; i < STAGES - 1; i++) step();
+  }
+
+  // Goes to the unit's next work item, whose first stage will be `stage`.
+  __device__ __forceinline__ void restart(const WorkItem& item, u32 stage) {
+    __syncwarp();  // all lanes have read the last one
+    enter(item);
+    load_page_ids();
+    target = stage;
   }
 
   // This warp's first token in a tile.
@@ -254,8 +267,13 @@ struct Loader : Tiles {
       load();
       advance();
     }
-    asm volatile("cp.async.commit_group;");
+    commit();
     load_page_ids();
+  }
+
+  // Ends a stage.
+  __device__ __forceinline__ void commit() {
+    asm volatile("cp.async.commit_group;");
     target = target + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : target + STAGE_BYTES;
   }
 

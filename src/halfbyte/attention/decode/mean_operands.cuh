@@ -25,6 +25,23 @@ __device__ __forceinline__ void split(u32& high, u32& low, float x, float y) {
 // the cosine and the sine of one pair.
 __device__ __forceinline__ int first_pair(int sixteen) { return sixteen * 16 + (threadIdx.x & 3) * 4; }
 
+// Offset of four pairs' cosines in a copy of 16 segments; the XOR avoids bank conflicts between neighbouring rows.
+__device__ __forceinline__ u32 angle_offset(int row, int chunk) {
+  return (row * (PAIRS / 4) + (PAIRS < 32 ? chunk : chunk ^ (row & 1) * 4)) * 16;
+}
+
+// Asynchronously copies cosines and sines of 16 segments to shared memory; a warp calls it.
+__device__ __forceinline__ void prefetch_angles(const Params& p, u32 copy, int first_segment) {
+#pragma unroll 4
+  for (int i = threadIdx.x & 31; i < 16 * (PAIRS / 4); i += 32) {
+    const int row = i / (PAIRS / 4), chunk = i % (PAIRS / 4);
+    // After the last mean, the last one applies, as in the store.
+    const u32 from = min(first_segment + row, p.recipe.mean_segments - 1) * PAIRS + chunk * 4;
+    cp_async16_cached(copy + angle_offset(row, chunk), p.recipe.cosines + from);
+    cp_async16_cached(copy + angle_offset(row, chunk) + 16 * PAIRS * 4, p.recipe.sines + from);
+  }
+}
+
 // A lane's cosines and sines for segments g and g + 8 of 16, and COUNT of the pairs.
 template <int COUNT>
 struct Angles {
@@ -42,6 +59,19 @@ struct Angles {
         load4(sine[i] + 4 * j, p.recipe.sines + row + first_pair(j));
       }
     }
+  }
+
+  // The same from a copy that prefetch_angles made.
+  __device__ __forceinline__ void load_copy(u32 copy, int first) {
+    const int g = (threadIdx.x & 31) >> 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int j = 0; j < COUNT / 16; j++) {
+        const u32 at = copy + angle_offset(g + 8 * i, (first + first_pair(j)) / 4);
+        load_words<4>((u32*)(cosine[i] + 4 * j), at);
+        load_words<4>((u32*)(sine[i] + 4 * j), at + 16 * PAIRS * 4);
+      }
   }
 
   // Operand A of a k step, as sums of two numbers.
