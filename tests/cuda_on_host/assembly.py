@@ -60,6 +60,7 @@ ASSEMBLY = {
     ),
     "mad.wide.u32 %0, %1, %2, %3;": "%0 = (unsigned long long)%1 * %2 + %3",
     "ld.global.f32 %0, [%1];": "%0 = *(const float*)(%1)",
+    "ld.global.u8 %0, [%1];": "%0 = *(const unsigned char*)(%1)",
     "ld.global.u32 %0, [%1];": "%0 = *(const unsigned*)(%1)",
     "ld.global.v2.u32 {%0, %1}, [%2];": f"{HERE}unpack(*(const uint2*)(%2), %0, %1)",
     "ld.global.v4.u32 {%0, %1, %2, %3}, [%4];": (

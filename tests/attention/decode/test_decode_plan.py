@@ -134,7 +134,9 @@ def smallest_span(
     return next((span for span in spans if units(span) <= max_units), None)
 
 
-def expected_span(works: list[Work], tile: int, max_units: int, recent: int) -> tuple[int, int, bool]:
+def expected_span(
+    works: list[Work], tile: int, max_units: int, recent: int
+) -> tuple[int, int, bool]:
     """Span, lead and whether aligned: aligned chunks where they are as fast as the continuous layout.
 
     Chunks have at least 128 tokens. Starting a work item costs as much as 64 tokens, which counts

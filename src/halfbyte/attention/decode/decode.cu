@@ -93,15 +93,16 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
     __syncwarp();
   };
+  const FirstMark first(p, item, keys, head, share.first);
   if (RESTARTS)
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++) load_stage(i);
-  const int constant = find_constant(p, item, keys, head, share.first);
-  const Visible visible(p, item, constant >= 0);
   Bias bias(p, item, head, share, means, behind_ring + Q_BYTES);
+  const int constant = first.constant();
+  const Visible visible(p, item, constant >= 0);
 #if HAS_INITIAL
   rows.constant = constant;
-  if (constant >= 0) add_constant(rows, words, sums);
+  if (constant >= 0) prefetch_constant(rows);
 #if STAGES_RECENT
 #pragma unroll 1
   for (int i = 0; i < own.count; i++, next_stage()) {
@@ -112,6 +113,7 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
 #else
   add_rounds(rows, own, words, sums);
 #endif
+  if (constant >= 0) add_constant(rows, words, sums);
   if (constant >= 0 || own.count > 0) to_stored_units(p, sums);
 #endif
   words.rotate();

@@ -61,20 +61,27 @@ struct KeyInputs {
   }
 };
 
-// Index of the constant that the page marks at position 0, if any column attends to it; else -1.
-__device__ __forceinline__ int find_constant(const Params& p, const WorkItem& item, const KeyInputs& from, int head,
-                                             int first_tile) {
+// What the page has at position 0, if any column attends to it: loaded now, looked at later.
+struct FirstMark {
 #if KNOWS_FIRST
-  // Of the columns whose query position is >= 0, the first one's window reaches back the furthest.
-  const int columns = GROUP * item.queries, first = max(item.col_tile * COLS, (item.queries - item.length) * GROUP);
-  if (first_tile > 0 || first >= min((item.col_tile + 1) * COLS, columns) || !sees_first(p, item, first)) return -1;
-  const u8* start = (const u8*)page_address((u64)p.pages, from.page, p.page_stride);
-  const int mark = start[K_SCALE + head * K_SCALE_HEAD], index = start[K_DATA + head * K_DATA_HEAD];
-  return mark == MARK ? index : -1;
+  u32 mark = 0, index;
+
+  __device__ __forceinline__ FirstMark(const Params& p, const WorkItem& item, const KeyInputs& from, int head,
+                                       int first_tile) {
+    // Of the columns whose query position is >= 0, the first one's window reaches back the furthest.
+    const int columns = GROUP * item.queries, first = max(item.col_tile * COLS, (item.queries - item.length) * GROUP);
+    if (first_tile > 0 || first >= min((item.col_tile + 1) * COLS, columns) || !sees_first(p, item, first)) return;
+    const u8* start = (const u8*)page_address((u64)p.pages, from.page, p.page_stride);
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(mark) : "l"(start + K_SCALE + head * K_SCALE_HEAD));
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(index) : "l"(start + K_DATA + head * K_DATA_HEAD));
+  }
+  // Index of the constant that is marked; -1 for none.
+  __device__ __forceinline__ int constant() const { return mark == MARK ? (int)index : -1; }
 #else
-  return -1;
+  __device__ __forceinline__ FirstMark(const Params&, const WorkItem&, const KeyInputs&, int, int) {}
+  __device__ __forceinline__ int constant() const { return -1; }
 #endif
-}
+};
 
 #if HAS_INITIAL
 // Rows of K and V of a work item's recent tokens.

@@ -11,10 +11,10 @@
 
 // What the kernels read beside the pages if a recipe changed K or keeps recent tokens in 16 bits.
 struct Recipe {
-  // Means of K (kvcache/transform.py, PairTables): int32 [PAIRS], float32 [segments, PAIRS], and
-  // float32 [KV_HEADS, PAIRS].
+  // Means of K (kvcache/transform.py): int32 [PAIRS], split angles [segments, PAIRS, 2], float32 [KV_HEADS, PAIRS].
   const int *low, *high;
-  const float *cosines, *sines, *low_mean, *high_mean;
+  const u32* angles;
+  const float *low_mean, *high_mean;
   // First tokens that are constants: [constants, KV_HEADS, HEAD_SIZE], [constants, KV_HEADS, HEAD_SIZE_V].
   const u16 *first_keys, *first_values;
   // Recent tokens: rings [entries, KV_HEADS, ring, HEAD_SIZE or HEAD_SIZE_V], and K and V of this step.

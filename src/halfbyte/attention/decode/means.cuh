@@ -41,6 +41,10 @@ struct MeanInputs {
   }
 };
 
+#if SEGMENT
+using BiasSums = ProductSums<N_TILES == 1>;
+#endif
+
 // Biases of a lane's columns for the current tile.
 struct Bias {
 #if SEGMENT
@@ -79,7 +83,7 @@ struct Bias {
   // Computes the biases of 16 segments.
   __device__ __forceinline__ void fill(const Params& p) {
     const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-    float sums[N_TILES][4] = {};
+    BiasSums sums[N_TILES];
 #pragma unroll(KEEPS_ANGLES ? 2 : 1)
     for (int pair = 0; pair < PAIRS; pair += LOADED) {
       Angles<LOADED> angles;
@@ -96,12 +100,12 @@ struct Bias {
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          store_float2(table + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums[n][2 * i] * scale,
-                       sums[n][2 * i + 1] * scale);
+          store_float2(table + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums[n].total(2 * i) * scale,
+                       sums[n].total(2 * i + 1) * scale);
     __syncwarp();
   }
 
-  __device__ __forceinline__ void add(const Params& p, float (*sums)[4], const Angles<LOADED>& angles, int first_step) {
+  __device__ __forceinline__ void add(const Params& p, BiasSums* sums, const Angles<LOADED>& angles, int first_step) {
 #if KEEPS_COEFFICIENTS
 #pragma unroll
     for (int step = 0; step < LOADED / 8; step++) {
@@ -111,7 +115,7 @@ struct Bias {
       for (int n = 0; n < N_TILES; n++) {
         u32 b[4];
         load_words<4>(b, address(n, first_step + step));
-        add_product(sums[n], high, low, b);
+        sums[n].add(high, low, b);
       }
     }
 #else

@@ -162,11 +162,12 @@ struct StagedRound {
     constexpr int CHUNKS = SIZE / 8, ROWS = 32 / CHUNKS;  // of 16 bytes; rows at a time
     static_assert(CHUNKS <= 32);
     const int lane = threadIdx.x & 31;
-    // Two at a time: each takes a dozen instructions to find its row.
-#pragma unroll 2
+    // A lane finds one row; to find all rows that it copies would take longer than to add the round.
+    const u64 own = (u64)row_at(start + lane % 16);
+#pragma unroll
     for (int i = 0; i < 16; i += ROWS) {
       const int row = i + lane / CHUNKS, chunk = lane % CHUNKS;
-      cp_async16(to + swizzle<CHUNKS>(row, chunk), (const u8*)(row_at(start + row) + chunk * 8));
+      cp_async16(to + swizzle<CHUNKS>(row, chunk), (const u8*)__shfl_sync(~0u, own, row) + chunk * 16);
     }
   }
 };
@@ -283,6 +284,13 @@ __device__ __forceinline__ void add_constant(const RecentRows& rows, const Query
       if (g == 0) sums.sum[n][i] += e;  // one lane only: sums are added across lanes
       add_row(sums.out[n], row, i, g, e);
     }
+}
+
+// Prefetches the constant's K and V.
+__device__ __forceinline__ void prefetch_constant(const RecentRows& rows) {
+  const int at = (threadIdx.x & 31) * 64;  // values of a line of 128 bytes
+  if (at < HEAD_SIZE) prefetch_l2(rows.constant_key() + at);
+  if (at < HEAD_SIZE_V) prefetch_l2(rows.constant_value() + at);
 }
 
 // Sums over these keys are in units of V; those over pages are in units of the stored V.
