@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.mxfp4_folders import make_gpt_oss
 from halfbyte.kvcache import KVRecipe
 from halfbyte.plugins.vllm import attention
 from models.zoo import make_model, token_ids
@@ -28,7 +29,7 @@ from plugins.vllm.engine.engines import (
     varied,
     vllm_engine,
 )
-from plugins.vllm.engine.moe_checkpoints import make_gpt_oss, make_nvfp4
+from plugins.vllm.engine.moe_checkpoints import make_nvfp4
 
 pytestmark = pytest.mark.gpu
 
