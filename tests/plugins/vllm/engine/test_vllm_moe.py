@@ -70,6 +70,10 @@ def test_experts_equal_halfbyte_s_engine(tmp_path: Path, name: str) -> None:
     ("name", "tensor", "message"),
     [
         ("gpt-oss", "layers.1.mlp.experts.down_proj_scales", "w2_weight_scale of all experts"),
+        (
+            *("gpt-oss", "layers.1.mlp.experts.gate_up_proj_bias"),
+            "expert 0: gate_up_proj's biases are missing .and 3 more",
+        ),
         pytest.param(
             *("qwen3-modelopt", "layers.1.mlp.experts.2.up_proj.weight_scale"),
             "expert 2: up_proj's block scales are missing",

@@ -14,10 +14,11 @@ from vllm.config import set_current_vllm_config as in_config
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import halfbyte.plugins.vllm
-from halfbyte.moe import GatedActivation, PackedExperts, moe_experts
+from halfbyte.moe import GPT_OSS, GatedActivation, PackedExperts, moe_experts
 from halfbyte.plugins.vllm.moe import _warn_overruled
 from halfbyte.plugins.vllm.moe_method import HalfbyteMoeMethod, _log_choice
 from moe.cases import random_experts, random_hidden, random_routing
@@ -315,3 +316,86 @@ def test_missing_weights_are_named_by_the_model_s_numbers(
         layer = make_layer()
     with pytest.raises(ValueError, match="expert 4: gate_proj's codes are missing"):
         load(layer, random_experts(E, H, I), lambda expert, *_: expert != 4)
+
+
+def make_gpt_oss() -> Any:
+    """A layer for GPT-OSS's own files, which have one tensor for all experts."""
+    return make_layer(quant_config=GptOssMxfp4Config(), has_bias=True, activation="swigluoai")
+
+
+def load_gpt_oss(layer: Any, experts: PackedExperts, rank: int, **changed: Any) -> None:
+    """Load what vLLM's loader of the model gives to a rank, which has blocks of 32 features.
+
+    Args:
+        changed: other tensors by parameter name; None for a tensor that is missing.
+    """
+    gate_up, down, size = experts.gate_up, experts.down, layer.w2_weight.shape[2] * 2
+    features = slice(rank * size, (rank + 1) * size)
+    rows = slice(2 * features.start, 2 * features.stop)
+    assert gate_up.bias is not None
+    assert down.bias is not None
+    tensors: dict[str, Any] = {
+        "w13_weight": gate_up.weight[:, rows],
+        "w13_weight_scale": gate_up.scales[:, rows],
+        "w13_bias": gate_up.bias[:, rows],
+        "w2_weight": down.weight[..., features.start // 2 : features.stop // 2],
+        "w2_weight_scale": down.scales[..., features.start // 32 : features.stop // 32],
+        "w2_bias": down.bias if rank == 0 else torch.zeros_like(down.bias),
+    }
+    for name, tensor in {**tensors, **changed}.items():
+        if tensor is not None:
+            layer.weight_loader(getattr(layer, name), tensor, name, None, None)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def gpt_oss_experts() -> PackedExperts:
+    """Biases are bfloat16 values, as vLLM keeps them."""
+    options: Any = {"weight_format": "mxfp4", "activation": GPT_OSS, "dtype": torch.bfloat16}
+    return random_experts(E, H, I, bias=True, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gpt_oss_s_ranks_add_up(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 blocks, 2 ranks have 2 and 1, and 4 ranks 1 each but the last: the rest is padding."""
+    experts = gpt_oss_experts()
+    x, (ids, weights) = random_hidden(9, H), random_routing(9, 2, E)
+    total = torch.zeros_like(x)
+    for rank in range(ranks):
+        with ranks_of(monkeypatch, tp_size=ranks, tp_rank=rank):
+            layer = make_gpt_oss()
+        load_gpt_oss(layer, experts, rank)
+        total += run(layer, x, ids.int(), weights)
+    expected = moe_experts(x, experts, ids, weights, backend="reference")
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("w13_bias", None, r"expert 0: gate_up_proj's biases are missing \(and 4 more\)$"),
+        ("w2_bias", None, r"expert 0: down_proj's biases are missing \(and 4 more\)$"),
+        ("w13_bias", torch.nan, "expert 3: gate_up_proj's biases are NaN or infinite$"),
+        ("w2_bias", torch.inf, "expert 3: down_proj's biases are NaN or infinite$"),
+        ("w2_weight_scale", None, "w2_weight_scale of all experts is missing$"),
+    ],
+)
+def test_gpt_oss_s_missing_tensors_are_refused(name: str, value: Any, message: str) -> None:
+    experts, bad = gpt_oss_experts(), None
+    if value is not None:
+        found = experts.gate_up.bias if name == "w13_bias" else experts.down.bias
+        assert found is not None
+        bad = found.clone()
+        bad[3, 5] = value
+    with pytest.raises(ValueError, match=f"^model.layers.0.mlp.experts.*: {message}"):
+        load_gpt_oss(make_gpt_oss(), experts, 0, **{name: bad})
+
+
+def test_gpt_oss_s_biases_may_be_zero() -> None:
+    experts = gpt_oss_experts()
+    zero = torch.zeros(E, 2 * I, dtype=torch.bfloat16)
+    layer = make_gpt_oss()
+    load_gpt_oss(layer, experts, 0, w13_bias=zero)
+    experts = replace(experts, gate_up=replace(experts.gate_up, bias=zero))
+    x, (ids, weights) = random_hidden(9, H), random_routing(9, 2, E)
+    expected = moe_experts(x, experts, ids, weights, backend="reference")
+    torch.testing.assert_close(run(layer, x, ids, weights), expected, rtol=1e-5, atol=1e-5)
