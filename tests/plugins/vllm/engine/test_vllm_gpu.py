@@ -182,6 +182,23 @@ def test_experts_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert varied(results[0][0])
 
 
+@pytest.mark.parametrize("name", ["qwen3-modelopt", "gpt-oss"])
+def test_cuda_experts_in_graphs_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """Without compilation graphs have the bits of eager steps of the same batch sizes."""
+    folder, weight_format = make_experts(name, tmp_path)
+    prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
+    results = []
+    for more in ({"enforce_eager": True}, {"compilation_config": {"mode": 0}}):
+        options: dict[str, Any] = {**GPU, "dtype": "bfloat16", "kv_cache_dtype": "auto", **more}
+        options |= {"max_model_len": 128, "skip_tokenizer_init": True}
+        options["additional_config"] = {"halfbyte": {"moe": "on"}}
+        with vllm_engine(folder, **options) as llm:
+            assert_our_experts(llm, "cuda", weight_format)
+            results.append([generate(llm, prompts[:n], 16) for n in (4, 2, 1)])
+    assert results[0] == results[1]
+    assert varied(results[0][0])
+
+
 def make_experts(name: str, folder: Path) -> tuple[Path, str]:
     """A checkpoint with 4-bit experts, and their format."""
     if name == "gpt-oss":
