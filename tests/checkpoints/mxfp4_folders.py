@@ -57,19 +57,36 @@ def make_gpt_oss(folder: Path, **overrides: Any) -> Path:
     return out
 
 
-def make_mxfp4(folder: Path) -> tuple[Path, Path]:
-    """A Mixtral with MXFP4 experts of compressed-tensors, and one with dequantized weights."""
+def make_mxfp4(
+    folder: Path, architecture: str = "mixtral", *, all_layers: bool = False
+) -> tuple[Path, Path]:
+    """A model with MXFP4 experts of compressed-tensors, and one with dequantized weights.
+
+    Args:
+        folder: to write both below.
+        architecture: a mixture of the zoo.
+        all_layers: quantize attention's linear layers as well.
+    """
     plain, out = folder / "plain", folder / "quantized"
-    make_model("mixtral", **_SIZES).save_pretrained(plain)
+    sizes = dict(_SIZES)
+    if architecture == "qwen3_moe":
+        sizes["moe_intermediate_size"] = 96
+    if architecture == "gpt_oss":
+        sizes["layer_types"] = ["sliding_attention", "full_attention"]
+    make_model(architecture, **sizes).save_pretrained(plain)
     tensors = load_file(plain / "model.safetensors")
-    packed = {}
-    for name, weight in tensors.items():
-        if ".experts." not in name:
-            packed[name] = weight
+    packed = _separate(tensors) if architecture == "gpt_oss" else dict(tensors)
+    for name, weight in list(packed.items()):
+        is_wanted = ".experts." in name or (all_layers and ".self_attn." in name)
+        if not is_wanted or weight.dim() != 2:
             continue
-        codes, scales = block_fp4.quantize_mxfp4(weight)
+        codes, scales = block_fp4.quantize_mxfp4(packed.pop(name))
         packed |= {f"{name}_packed": codes, f"{name}_scale": scales}
-        tensors[name] = block_fp4.dequantize_mxfp4(codes, scales)
+        values = block_fp4.dequantize_mxfp4(codes, scales)
+        if architecture == "gpt_oss" and ".experts." in name:
+            _put(tensors, name, values)
+        else:
+            tensors[name] = values
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     shutil.copytree(plain, out)
     save_file(packed, out / "model.safetensors", metadata={"format": "pt"})
@@ -80,10 +97,39 @@ def make_mxfp4(folder: Path) -> tuple[Path, Path]:
         "format": "mxfp4-pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "format": "mxfp4-pack-quantized"}},
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*gate$"],
+        "ignore": ["lm_head", "re:.*gate$", *([] if all_layers else ["re:.*self_attn.*"])],
     }
     _declare(out, section)
     return out, plain
+
+
+def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """GPT-OSS's tensors with those of experts by expert and projection."""
+    result = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            result[name] = tensor
+            continue
+        block, _, own = name.rpartition(".")
+        kind = "bias" if own.endswith("_bias") else "weight"
+        for expert, matrix in enumerate(tensor):
+            rows = matrix if kind == "bias" else matrix.T
+            parts = {"down_proj": rows}
+            if own.startswith("gate_up"):
+                parts = {"gate_proj": rows[::2], "up_proj": rows[1::2]}
+            for projection, part in parts.items():
+                result[f"{block}.{expert}.{projection}.{kind}"] = part.contiguous()
+    return result
+
+
+def _put(tensors: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
+    """Put an expert's weight into GPT-OSS's tensors, which `_separate` separates."""
+    block, expert, projection, _ = name.rsplit(".", 3)
+    if projection == "down_proj":
+        tensors[f"{block}.down_proj"][int(expert)] = values.T
+    else:
+        columns = slice(0 if projection == "gate_proj" else 1, None, 2)
+        tensors[f"{block}.gate_up_proj"][int(expert), :, columns] = values.T
 
 
 def _declare(folder: Path, section: dict[str, Any]) -> None:
