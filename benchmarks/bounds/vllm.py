@@ -15,7 +15,7 @@ _WHY = {
 
 _WHY_BALANCED = (
     "decode takes 20 us more per layer on an H200 (recipe_speed); the rest is not explained. 1.21 "
-    "on another machine (vllm_step_balanced)"
+    "on another machine (vllm_step_another_h200)"
 )
 
 

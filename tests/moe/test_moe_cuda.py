@@ -37,6 +37,17 @@ LAYERS = {"qwen3-30b-a3b": (QWEN, 8), "gpt-oss-20b": (GPT, 4)}
 CONFIG = MoeConfig(128, 2048, 768, torch.bfloat16, device_type="cuda", compute_capability=90)
 
 
+@pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4"])
+def test_no_tokens_need_no_kernel(weight_format: Any) -> None:
+    """Also without a GPU: nothing is chosen, compiled or launched."""
+    experts = random_experts(8, 64, 32, weight_format=weight_format)
+    kernel = CudaKernel(MoeConfig.of(experts, torch.bfloat16))
+    ids, weights = random_routing(0, 2, 8)
+    out = kernel.apply(kernel.prepare(experts), random_hidden(0, 64, torch.bfloat16), ids, weights)
+    assert out.shape == (0, 64)
+    assert out.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("machine", [H200, RTX_3090], ids=["h200", "rtx-3090"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_plans_fit_a_gpu(name: str, machine: Machine) -> None:

@@ -91,6 +91,8 @@ def as_loaded_op(name: str) -> Callable[[Product], Callable[..., torch.Tensor]]:
             n: int,
             batch_invariant: bool,
         ) -> torch.Tensor:
+            if not len(x):  # also no kernel to choose, by tokens per expert
+                return x.new_empty(x.shape)
             return product(
                 matrix_of(x),
                 Matrices(gate_up_weight, gate_up_scales, gate_up_global_scale, gate_up_bias),
