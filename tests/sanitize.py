@@ -1,7 +1,7 @@
-"""Small calls of our kernels for compute-sanitizer: attention, the store and linear layers.
+"""Small calls of our kernels for compute-sanitizer: attention, store, linear layers, experts.
 
     compute-sanitizer --tool memcheck --report-api-errors no python tests/sanitize.py
-    compute-sanitizer --tool racecheck python tests/sanitize.py decode wide
+    compute-sanitizer --tool racecheck python tests/sanitize.py decode wide experts
 
 Inputs are made and outputs checked on the CPU, so that nearly all that runs on the GPU is ours.
 """
@@ -22,8 +22,17 @@ from halfbyte.attention import paged_attention
 from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.kvcache import read_tokens, reshape_and_cache
 from halfbyte.layouts import PageLayout
+from halfbyte.moe import GPT_OSS, SWIGLU, moe_experts
 from halfbyte.numerics import nvfp4
 from linear.cases import random_input, random_layer
+from moe.cases import (
+    LIMITED,
+    assert_close_enough,
+    on_gpu,
+    random_experts,
+    random_hidden,
+    random_routing,
+)
 
 ONE_QUERY: dict[str, Any] = {"query_lens": (1,) * 5, "seq_lens": (1, 40, 0, 300, 129)}
 SEVERAL: dict[str, Any] = {"query_lens": (3, 4, 4), "seq_lens": (40, 163, 400)}
@@ -79,6 +88,26 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 ORDERS: tuple[tuple[Any, Any], ...] = (("HND", "linear"), ("NHD", "linear"), ("HND", "sm100"))
 FORMATS = ("nvfp4", "nvfp4_4over6", "fp8_e4m3", "mxfp4", "bfloat16")
+BF16, FP16 = torch.bfloat16, torch.float16
+EXPERTS: dict[str, dict[str, Any]] = {
+    "nvfp4": {"weight_format": "nvfp4", "activation": SWIGLU, "dtype": BF16},
+    "nvfp4-biases-fp16": {
+        "weight_format": "nvfp4",
+        "activation": LIMITED,
+        "bias": True,
+        "dtype": FP16,
+    },
+    "mxfp4": {"weight_format": "mxfp4", "activation": SWIGLU, "dtype": BF16},
+    "gpt-oss": {"weight_format": "mxfp4", "activation": GPT_OSS, "bias": True, "dtype": BF16},
+}
+"""Neither size is a multiple of a tile."""
+ROUTED: dict[str, tuple[int, int]] = {
+    "none": (0, 2),
+    "one": (1, 3),
+    "few": (13, 2),
+    "many": (330, 4),
+}
+"""Tokens and experts per token: many are a case of `gemm.cu` on SM90, elsewhere of Triton."""
 
 
 def attend(case: Case, backend: str, **options: Any) -> None:
@@ -237,8 +266,48 @@ def cuts() -> None:
             assert error <= 0.01 * exact.abs().max()
 
 
+def experts() -> None:
+    """`experts.cu` and, on SM90, `gemm_sm90/`; Triton. Two of eight experts get no token."""
+    for name, options in EXPERTS.items():
+        for h, i in ((608, 96), (96, 544)):
+            made = random_experts(8, h, i, **options)
+            there = on_gpu(made)
+            for tokens, (m, top_k) in ROUTED.items():
+                ids, weights = random_routing(m, top_k, 6)
+                ids[m // 2 :: 7, :1] = -1  # of another rank
+                x = random_hidden(m, h, options["dtype"])
+                for backend in ("cuda", "triton"):
+                    print("experts", name, h, i, tokens, backend, flush=True)
+                    given = x.cuda(), there, ids.cuda(), weights.cuda()
+                    out = moe_experts(*given, backend=backend)
+                    assert_close_enough(out.cpu(), x, made, ids, weights)
+
+
+def tiles() -> None:
+    """All tile widths of `moe/cuda/gemm_sm90/`; two experts get no token, or one takes all."""
+    from halfbyte.moe.as_loaded import matrices_of, to_tensors
+    from halfbyte.moe.cuda.gemm_sm90.launcher import run
+    from halfbyte.moe.cuda.gemm_sm90.plan import TOKENS
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    for name, options in EXPERTS.items():
+        made = random_experts(8, 608, 96, **options)
+        tensors = to_tensors(on_gpu(made))
+        matrices = matrices_of(tensors, "gate_up"), matrices_of(tensors, "down")
+        x = random_hidden(150, 608, options["dtype"])
+        one = torch.full((150, 1), 5), torch.ones(150, 1)
+        for ids, weights in (random_routing(150, 2, 6), one):
+            for tokens in TOKENS:
+                print("tiles", name, tokens, ids.shape[1], flush=True)
+                routing = ids.cuda(), weights.cuda()
+                out = run(x.cuda(), *matrices, made.activation, *routing, tokens)
+                assert_close_enough(out.cpu(), x, made, ids, weights)
+
+
 PARTS: dict[str, Callable[[], None]] = {
-    part.__name__: part for part in (decode, wide, triton, prefill, store, linear, unpacked, cuts)
+    part.__name__: part
+    for part in (decode, wide, triton, prefill, store, linear, unpacked, cuts, experts, tiles)
 }
 
 

@@ -175,7 +175,7 @@ PARAMETERS = {
     "numerics.nvfp4.global_scale_from_amax": "amax recipe=",
     "numerics.nvfp4.quantize": "x global_scale recipe=",
     "quantization.quantize_checkpoint": """
-        source destination * dialect weights= recipe= method= kv_cache_dtype= calibration_file=
+        source destination * dialect= weights= recipe= method= kv_cache_dtype= calibration_file=
         ignore= max_shard_bytes= replace= on_progress=""",
 }
 """In order; `=` marks those with a default, and those after `*` are given by keyword."""

@@ -14,7 +14,7 @@ from checkpoints.folders import load_model
 from halfbyte import LLM
 from halfbyte.linear import NvFp4Linear
 from halfbyte.moe import NvFp4Experts
-from halfbyte.moe.layer import PROJECTIONS
+from halfbyte.moe.separate_experts import PROJECTIONS
 from models.zoo import make_model, token_ids
 
 

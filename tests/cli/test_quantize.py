@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
+from checkpoints.mxfp4_folders import make_gpt_oss
 from cli.test_cli import run
 from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints import CheckpointIndex
@@ -359,4 +360,27 @@ def test_quantize_keeps_source_and_destination_apart(
 
 
 def test_quantize_needs_a_format(halfbyte: Command, source: Path, tmp_path: Path) -> None:
-    assert halfbyte("quantize", str(source), str(tmp_path / "target"))[0] == 2
+    code, out, err = halfbyte("quantize", str(source), str(tmp_path / "target"))
+    assert (code, out) == (1, "")
+    assert err.startswith("error: format: expected modelopt or compressed-tensors; only GPT-OSS's")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_quantize_keeps_experts_in_mxfp4(halfbyte: Command, tmp_path: Path) -> None:
+    """Without a format, the cache of GPT-OSS's own files is quantized."""
+    source = make_gpt_oss(tmp_path / "source", vocab_size=4096)
+    for file in bundled_model_path().glob("tokenizer*"):
+        shutil.copyfile(file, source / file.name)
+    text, target = tmp_path / "text.txt", tmp_path / "target"
+    text.write_text("import os\n" * 20)
+    arguments = ("--kv-cache-dtype", "nvfp4", "--calibrate", str(text))
+    code, out, _ = halfbyte("quantize", str(source), str(target), *arguments)
+    assert code == 0
+    assert out.startswith("experts copied in mxfp4, bit for bit; 9 linear layers left as they were")
+    assert "KV cache: nvfp4\n" in out
+    assert "signal" not in out
+    scales = load_file(target / "model.safetensors")["model.layers.1.self_attn.k_scale"]
+    assert scales.dtype == torch.float32
+    code, out, _ = halfbyte("quantize", str(source), str(target), *arguments, "--force", "--json")
+    assert (code, json.loads(out)["format"]) == (0, "mxfp4")

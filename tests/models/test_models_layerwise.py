@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from checkpoints.folders import Folder, load_model, make_folder, make_mixed_folder
+from checkpoints.mxfp4_folders import make_gpt_oss
 from halfbyte.checkpoints import CheckpointError, CheckpointIndex, Dialect
 from halfbyte.models import calibrate
 from halfbyte.models.amax import AmaxRecorder
@@ -65,6 +66,13 @@ def test_nvfp4(tmp_path: Path, architecture: str, dialect: Dialect, dtype: torch
 def test_nvfp4_activations_and_fp8_layers(tmp_path: Path, dialect: Dialect) -> None:
     assert_same_amax(make_folder(tmp_path / "a", dialect=dialect, scheme="nvfp4").quantized)
     assert_same_amax(make_mixed_folder(tmp_path / "b", dialect).quantized)
+
+
+def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_gpt_oss(tmp_path, num_hidden_layers=4, layer_types=["full_attention"] * 4)
+    assert_same_amax(folder)
+    calibrate_checkpoint(folder, device="cpu", max_tokens=256)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3_text"])

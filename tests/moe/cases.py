@@ -1,5 +1,8 @@
 """Random experts and routing, expected results in float64, and the tolerance of kernels."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -49,6 +52,17 @@ def random_experts(
 
     gate_up = matrices(2 * intermediate_size, hidden_size, 2)
     return PackedExperts(gate_up, matrices(hidden_size, intermediate_size, 1), activation)
+
+
+def on_gpu(experts: PackedExperts) -> PackedExperts:
+    """The same experts on the GPU."""
+
+    def moved(matrices: Any) -> Any:
+        names = ("weight", "scales", "global_scale", "bias")
+        found = {name: getattr(matrices, name) for name in names}
+        return replace(matrices, **{n: t if t is None else t.cuda() for n, t in found.items()})
+
+    return replace(experts, gate_up=moved(experts.gate_up), down=moved(experts.down))
 
 
 def random_routing(

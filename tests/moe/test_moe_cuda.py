@@ -21,8 +21,14 @@ from halfbyte.moe.cuda.plan import (
 )
 from linear.machines import H200, RTX_3090
 from machine_code import compiled, stack_bytes
-from moe.cases import LIMITED, assert_close_enough, random_experts, random_hidden, random_routing
-from moe.test_moe_triton import on_gpu
+from moe.cases import (
+    LIMITED,
+    assert_close_enough,
+    on_gpu,
+    random_experts,
+    random_hidden,
+    random_routing,
+)
 from slow import slow
 
 QWEN = (Work(1536, 2048, 128, "nvfp4", True), Work(2048, 768, 128, "nvfp4", False))

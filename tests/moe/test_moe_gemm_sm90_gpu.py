@@ -9,8 +9,14 @@ from halfbyte.moe import GPT_OSS, SWIGLU, PackedExperts
 from halfbyte.moe.as_loaded import matrices_of, to_tensors
 from halfbyte.moe.cuda.gemm_sm90.launcher import run
 from halfbyte.moe.cuda.gemm_sm90.plan import TOKENS
-from moe.cases import LIMITED, assert_close_enough, random_experts, random_hidden, random_routing
-from moe.test_moe_triton import on_gpu
+from moe.cases import (
+    LIMITED,
+    assert_close_enough,
+    on_gpu,
+    random_experts,
+    random_hidden,
+    random_routing,
+)
 
 pytestmark = pytest.mark.gpu
 

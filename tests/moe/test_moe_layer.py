@@ -9,7 +9,7 @@ import torch
 from checkpoints.folders import pack, unpack
 from halfbyte.checkpoints import TENSOR_NAMES, CheckpointError, Dialect
 from halfbyte.moe import GPT_OSS, GatedActivation, NvFp4Experts, PackedExperts
-from halfbyte.moe.layer import PROJECTIONS, Projection
+from halfbyte.moe.separate_experts import PROJECTIONS, Projection
 from moe.cases import assert_close_enough, dequantized, random_hidden, random_routing
 
 NUM, H, MID = 3, 64, 48

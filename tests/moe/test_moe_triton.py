@@ -13,6 +13,7 @@ from moe.cases import (
     LIMITED,
     assert_close_enough,
     dequantized,
+    on_gpu,
     random_experts,
     random_hidden,
     random_routing,
@@ -256,15 +257,6 @@ def test_says_what_it_cannot_do() -> None:
         assert TritonKernel.can_implement(changed) == (False, reason)
     assert TritonKernel.is_supported(75) == (False, "needs compute capability 8.0, this is 7.5")
     assert TritonKernel.is_supported(90)[0]
-
-
-def on_gpu(experts: PackedExperts) -> PackedExperts:
-    def moved(matrices: Any) -> Any:
-        names = ("weight", "scales", "global_scale", "bias")
-        found = {name: getattr(matrices, name) for name in names}
-        return replace(matrices, **{n: t if t is None else t.cuda() for n, t in found.items()})
-
-    return replace(experts, gate_up=moved(experts.gate_up), down=moved(experts.down))
 
 
 @pytest.mark.gpu

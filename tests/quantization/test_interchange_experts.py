@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from checkpoints.folders import load_model
 from halfbyte.checkpoints.dialects.base import Dialect
 from halfbyte.moe import NvFp4Experts
-from halfbyte.moe.layer import PROJECTIONS
+from halfbyte.moe.separate_experts import PROJECTIONS
 from halfbyte.quantization import quantize_checkpoint
 from models.zoo import make_model
 

@@ -21,7 +21,7 @@ QUANTIZED_WEIGHT = re.compile(
     r"|g_idx|\w+_blocks)$"
 )
 """Tensors that only quantized weights have; ignoring them would give wrong weights."""
-_BLOCK_SIZE = 16
+_BLOCK_SIZE, _MXFP4_BLOCK_SIZE = 16, 32
 # KV cache scales, or repeating the header.
 _KNOWN_EXTRAS = frozenset({"k_scale", "v_scale", "q_scale", "output_scale", "weight_shape"})
 _FP8_NAMES = ("weight", "weight_scale", "input_scale")
@@ -85,6 +85,8 @@ def check_layer(
     if scheme == "fp8":
         used = _check_fp8(index, layer, n, k)
         known: tuple[str, ...] = _FP8_NAMES
+    elif scheme == "mxfp4":
+        used = known = _check_mxfp4(index, declaration.names, layer, n, k)
     else:
         used = _check_nvfp4(index, declaration.names, layer, scheme, n, k)
         names = declaration.names
@@ -162,6 +164,19 @@ def _check_nvfp4(
         index.require(f"{layer}.{names.input_global_scale}", ("F32",), (), (1,))
         used = (*used, names.input_global_scale)
     return used
+
+
+def _check_mxfp4(
+    index: CheckpointIndex, names: TensorNames, layer: str, n: int, k: int
+) -> tuple[str, ...]:
+    if k % _MXFP4_BLOCK_SIZE:
+        raise CheckpointError(
+            f"{index.folder}: {layer}: expected input features in multiples of "
+            f"{_MXFP4_BLOCK_SIZE} for MXFP4, found {k}"
+        )
+    index.require(f"{layer}.{names.weight}", ("U8",), (n, k // 2))
+    index.require(f"{layer}.{names.weight_scale}", ("U8",), (n, k // _MXFP4_BLOCK_SIZE))
+    return names.weight, names.weight_scale
 
 
 def _check_fp8(index: CheckpointIndex, layer: str, n: int, k: int) -> tuple[str, ...]:

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from halfbyte.quantization import QuantizationReport
     from halfbyte.quantization.pipeline import OnProgress
 
-_UNITS = {"calibrating": "tokens", "rounding": "layers", "quantizing": "tensors"}
+_UNITS = {
+    "calibrating": "tokens",
+    "rounding": "layers",
+    "quantizing": "tensors",
+    "measuring": "layers",
+    "copying": "tensors",
+}
 _GIGABYTE = 1e9
 
 
@@ -31,12 +37,19 @@ def quantize(
         Path, typer.Argument(parser=given_path, metavar="PATH", help="Folder to write.")
     ],
     dialect: Annotated[
-        str, typer.Option("--format", help="Dialect to write: modelopt or compressed-tensors.")
-    ],
+        str | None,
+        typer.Option(
+            "--format",
+            help="Dialect to write: modelopt or compressed-tensors. None for GPT-OSS's own files, "
+            "whose experts stay in MXFP4.",
+        ),
+    ] = None,
     weights: Annotated[
-        str,
-        typer.Option(help="nvfp4 (W4A4, calibrated) or nvfp4-a16 (W4A16, weights only)."),
-    ] = "nvfp4",
+        str | None,
+        typer.Option(
+            help="nvfp4 (W4A4, calibrated; the default) or nvfp4-a16 (W4A16, weights only)."
+        ),
+    ] = None,
     recipe: Annotated[
         str, typer.Option(help="How block scales are chosen: amax6 or four_over_six.")
     ] = "amax6",
@@ -75,7 +88,7 @@ def quantize(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Quantize a checkpoint's linear layers to NVFP4, for halfbyte and other engines."""
+    """Quantize a checkpoint's linear layers to NVFP4, and its KV cache, for halfbyte and others."""
     from halfbyte.checkpoints.output_folder import REPORT_FILE
     from halfbyte.quantization import quantize_checkpoint
 
@@ -100,7 +113,8 @@ def quantize(
     if as_json:
         print(json.dumps({"destination": str(destination), **asdict(report)}))
         return
-    out.print(_table(report))
+    if report.layers:
+        out.print(_table(report))
     out.print(_summary(report))
     out.print(f"{destination}: written, with {REPORT_FILE}", markup=False)
 
@@ -148,12 +162,18 @@ def _summary(report: "QuantizationReport") -> str:
         "exact" if value is None else f"{value:.2f} dB"
         for value in (report.mean_sqnr_db, report.min_sqnr_db)
     )
-    lines = [
-        f"signal to quantization noise: mean {mean}, least {least}",
-        f"{len(report.layers)} layers in {report.weights} ({report.recipe}), "
-        f"{len(report.ignored)} left as they were; {_size(report.source_bytes)} -> "
-        f"{_size(report.bytes)}",
-    ]
+    sizes = f"{_size(report.source_bytes)} -> {_size(report.bytes)}"
+    if report.layers:
+        lines = [
+            f"signal to quantization noise: mean {mean}, least {least}",
+            f"{len(report.layers)} layers in {report.weights} ({report.recipe}), "
+            f"{len(report.ignored)} left as they were; {sizes}",
+        ]
+    else:
+        lines = [
+            f"experts copied in {report.weights}, bit for bit; {len(report.ignored)} linear layers "
+            f"left as they were; {sizes}"
+        ]
     if report.calibration:
         lines.append(f"calibrated on {report.calibration}")
     if report.kv_cache_dtype:

@@ -1,5 +1,6 @@
 """Checkpoints quantized by another method, which transformers loads."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from halfbyte.checkpoints.dialects.base import declared_cache
-from halfbyte.checkpoints.validate import QUANTIZED_WEIGHT
+from halfbyte.checkpoints.dialects.compressed_tensors import CompressedTensors
+from halfbyte.checkpoints.index import CheckpointIndex
+from halfbyte.checkpoints.validate import FLOATS, QUANTIZED_WEIGHT
 from halfbyte.models.foreign_cache import without_cache
 from halfbyte.models.local_files import LOCAL_FILES, ModelLoadError, or_load_error
+from halfbyte.models.nvfp4.experts import fused_experts
+
+logger = logging.getLogger("halfbyte")
 
 
 def load_by_transformers(folder: Path, config: Any, dtype: str | torch.dtype) -> PreTrainedModel:
@@ -61,6 +67,32 @@ def leave_weights_to_transformers(folder: Path, config: Any) -> None:
     config.quantization_config, cache = without_cache(section)
     if cache:
         config.quantization = cache
+
+
+def warn_of_dequantized_experts(
+    model: PreTrainedModel, index: CheckpointIndex, config: Any
+) -> None:
+    """Log a warning for experts of compressed-tensors, which transformers fuses in 16 bits.
+
+    Args:
+        model: on the meta device.
+        index: of the files.
+        config: of the checkpoint, after `leave_weights_to_transformers`.
+    """
+    section = config.quantization_config
+    if not isinstance(section, Mapping) or section.get("quant_method") != CompressedTensors.name:
+        return
+    blocks = [name for name, module in model.named_modules() if fused_experts(module) is not None]
+    for name, entry in index.tensors.items():
+        is_weight = name.endswith((".weight", ".weight_packed")) and entry.dtype not in FLOATS
+        if is_weight and any(name.startswith(f"{block}.") for block in blocks):
+            logger.warning(
+                "%s: experts in compressed-tensors' %s are dequantized to 16 bits by transformers; "
+                "experts in NVFP4 and MXFP4 run in four bits",
+                index.folder,
+                section.get("format"),
+            )
+            return
 
 
 def _check_complete(path: str | Path, info: dict[str, Any]) -> None:

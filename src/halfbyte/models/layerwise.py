@@ -42,6 +42,11 @@ from halfbyte.models.meta_model import empty_model, make_buffers, resolve_dtype
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
 from halfbyte.models.nvfp4.layer_sink import Sink
 from halfbyte.models.nvfp4.layers import LayerOptions, replace_layers
+from halfbyte.models.nvfp4.mxfp4_experts import (
+    check_surplus_of_experts,
+    holds_mxfp4_experts,
+    put_mxfp4_experts_in_place,
+)
 from halfbyte.models.nvfp4.weight_stream import weight_sinks
 from halfbyte.models.tokenizer import has_tokenizer, load_tokenizer
 
@@ -113,7 +118,7 @@ class StreamedModel:
     """A model for one forward pass without its output embeddings.
 
     Args:
-        folder: of an unquantized checkpoint, or of one with NVFP4 layers.
+        folder: of an unquantized checkpoint, of one with NVFP4 layers, or of GPT-OSS's own files.
         config: of `read_model_config`.
         device: for weights and computation.
         dtype: `auto` for the checkpoint's.
@@ -128,7 +133,8 @@ class StreamedModel:
     ) -> None:
         section = getattr(config, "quantization_config", None)
         declaration = read_declaration(folder, {"quantization_config": section})
-        if declaration is None and section is not None:
+        mxfp4 = holds_mxfp4_experts(config)
+        if declaration is None and section is not None and not mxfp4:
             method = section.get("quant_method") if isinstance(section, dict) else None
             raise CheckpointError(
                 f"{folder}: expected unquantized or NVFP4 weights, which are read layer by layer, "
@@ -143,7 +149,10 @@ class StreamedModel:
         if declaration is not None and declaration.quantizes_weights:
             plan = plan_layers(model, declaration, self._index)
             replace_layers(model, plan, declaration, LayerOptions(resolved, device))
+        if mxfp4:
+            put_mxfp4_experts_in_place(model, LayerOptions(resolved, device))
         sinks, absent = weight_sinks(model, plan, declaration, self._index, resolved)
+        check_surplus_of_experts(model, self._index)
         base: Any = model.base_model
         prefix = f"{model.base_model_prefix}."
         elsewhere = sorted(name for name in absent if name.startswith(prefix))

@@ -20,7 +20,11 @@ from halfbyte.linear import NvFp4Linear
 from halfbyte.models.attention_functions import register
 from halfbyte.models.checkpoint_folder import Checkpoint
 from halfbyte.models.config_fields import check_fields
-from halfbyte.models.foreign_quantization import leave_weights_to_transformers, load_by_transformers
+from halfbyte.models.foreign_quantization import (
+    leave_weights_to_transformers,
+    load_by_transformers,
+    warn_of_dequantized_experts,
+)
 from halfbyte.models.local_files import ModelLoadError, or_load_error
 from halfbyte.models.meta_model import (
     check_bytes,
@@ -38,7 +42,7 @@ from halfbyte.models.nvfp4.mxfp4_experts import (
 )
 from halfbyte.models.nvfp4.transformers_quantizer import mark_as_quantized
 from halfbyte.models.nvfp4.weight_stream import stream_into, weight_sinks
-from halfbyte.moe import ExpertsLayer, MxFp4Experts, NvFp4Experts
+from halfbyte.moe import ExpertsLayer, MxFp4Experts
 
 logger = logging.getLogger("halfbyte")
 
@@ -144,7 +148,9 @@ def _load(
         leave_weights_to_transformers(folder, config)
     if getattr(config, "quantization_config", None) is None:
         return _load_streamed(checkpoint, options)
-    check_bytes(empty_model(folder, config, options.dtype), checkpoint.index)
+    empty = empty_model(folder, config, options.dtype)
+    check_bytes(empty, checkpoint.index)
+    warn_of_dequantized_experts(empty, checkpoint.index, config)
     model: Any = load_by_transformers(folder, config, dtype)
     return model.to(device).eval()
 
@@ -200,7 +206,7 @@ def _log_backends(
         len(plan.layers),
         declaration.dialect,
         _backends(model, NvFp4Linear),
-        _backends(model, NvFp4Experts),
+        _backends(model, ExpertsLayer),
     )
 
 

@@ -1,12 +1,13 @@
 """Quantizes a checkpoint to NVFP4 (`halfbyte quantize`).
 
 Steps: `select_layers`, `calibrate_layers`, `gptq` (if asked for), `write_layers`. The source and
-the arguments are checked before anything runs or is written.
+the arguments are checked before anything runs or is written. Of GPT-OSS's own files, whose experts
+are in MXFP4, only the cache is quantized (`keep_mxfp4`).
 """
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,8 @@ from halfbyte.models.tokenizer import load_tokenizer
 from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult, calibrate_layers
 from halfbyte.quantization.gptq import check_linear, round_layers
-from halfbyte.quantization.report import QuantizationReport
+from halfbyte.quantization.keep_mxfp4 import check_source, keep_mxfp4
+from halfbyte.quantization.report import OnProgress, QuantizationReport
 from halfbyte.quantization.select_layers import LayerSelection, select_layers
 from halfbyte.quantization.source_folder import (
     check_destination,
@@ -54,17 +56,14 @@ METHODS = ("rtn", "gptq")
 """Rounding of weights: to nearest, or with error feedback, see `gptq`."""
 WEIGHT_FORMATS = {"nvfp4": True, "nvfp4-a16": False}
 """Names, and whether activations are quantized."""
-OnProgress = Callable[[str, int, int], Any]
-"""Called with the phase ("calibrating", "rounding", "quantizing"), the number done and the
-total."""
 
 
 def quantize_checkpoint(
     source: str | Path,
     destination: str | Path,
     *,
-    dialect: str,
-    weights: str = "nvfp4",
+    dialect: str | None = None,
+    weights: str | None = None,
     recipe: str = "amax6",
     method: str = "rtn",
     kv_cache_dtype: str | None = None,
@@ -74,17 +73,20 @@ def quantize_checkpoint(
     replace: bool = False,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> QuantizationReport:
-    """Quantize the linear layers of a checkpoint's decoder layers to NVFP4.
+    """Quantize the linear layers of a checkpoint's decoder layers to NVFP4, and the KV cache.
 
     Args:
-        source: folder or hub id of an unquantized checkpoint with safetensors.
+        source: folder or hub id of an unquantized checkpoint with safetensors, or of GPT-OSS's own.
         destination: folder to write; created atomically.
-        dialect: `modelopt` or `compressed-tensors`.
-        weights: `nvfp4` (W4A4: the activations' scales are calibrated) or `nvfp4-a16` (W4A16).
+        dialect: `modelopt` or `compressed-tensors`; None for GPT-OSS's own files, whose tensors are
+            copied: experts stay in MXFP4, other layers unquantized.
+        weights: `nvfp4` (W4A4: the activations' scales are calibrated; the default) or `nvfp4-a16`
+            (W4A16).
         recipe: `amax6` or `four_over_six`, for the weights' block scales.
         method: `rtn` (round weights to nearest) or `gptq` (minimize the error of a layer's output
             on the calibration text).
-        kv_cache_dtype: `nvfp4` or `fp8` to calibrate K and V and to declare the cache's format.
+        kv_cache_dtype: `nvfp4` or `fp8` to calibrate K and V and to declare the cache's format;
+            must be given if `dialect` is None.
         calibration_file: UTF-8 calibration text; by default the built-in text.
         ignore: further layers not to quantize, see `select_layers`.
         max_shard_bytes: max bytes per file of weights.
@@ -96,8 +98,20 @@ def quantize_checkpoint(
         CheckpointError: the source is quantized already, has no safetensors or broken ones, or
             lacks a weight of the model; the destination exists, is inside the source, or cannot be
             written.
-        ValueError: an unknown name, a pattern without a match, or an empty text.
+        ValueError: an unknown name, a pattern without a match, or an empty text; without `dialect`,
+            a source that is not GPT-OSS's own, or an argument for weights.
     """
+    if dialect is None:
+        folder = local_folder(source)
+        check_destination(folder, Path(destination))
+        check_source(folder)
+        _check_nothing_rounded(weights, recipe, method, ignore)
+        cache = _cache_format(kv_cache_dtype)
+        text, name_of_text = _calibration_text(calibration_file)
+        return keep_mxfp4(
+            folder, destination, cache, text, name_of_text, max_shard_bytes, replace, on_progress
+        )
+    weights = weights or "nvfp4"
     output = _output_format(dialect, weights, recipe, kv_cache_dtype)
     _check_name("method", method, METHODS)
     if calibration_file is not None and not (output.needs_calibration or method == "gptq"):
@@ -105,8 +119,7 @@ def quantize_checkpoint(
             f"calibrate: weights {weights!r} by method {method} need no calibration without a "
             "quantized KV cache"
         )
-    text = read_calibration_text(calibration_file, "calibrate")
-    name_of_text = "the built-in text" if calibration_file is None else Path(calibration_file).name
+    text, name_of_text = _calibration_text(calibration_file)
     folder = local_folder(source)
     check_destination(folder, Path(destination))
     checked = _read_source(folder, ignore)
@@ -168,15 +181,43 @@ def _output_format(
     _check_name("format", dialect, DIALECTS)
     _check_name("weights", weights, tuple(WEIGHT_FORMATS))
     _check_name("recipe", recipe, nvfp4.RECIPES)
-    if kv_cache_dtype is not None:
-        _check_name("kv_cache_dtype", kv_cache_dtype, (*KV_CACHE_ALGOS, "fp8"))
-        kv_cache_dtype = KVCacheDType.parse(kv_cache_dtype).value
     return OutputFormat(
         dialect,  # type: ignore[arg-type]
         WEIGHT_FORMATS[weights],
         recipe,  # type: ignore[arg-type]
-        kv_cache_dtype,
+        _cache_format(kv_cache_dtype),
     )
+
+
+def _calibration_text(file: str | Path | None) -> tuple[str, str]:
+    """The text, and its name in the report."""
+    text = read_calibration_text(file, "calibrate")
+    return text, "the built-in text" if file is None else Path(file).name
+
+
+def _cache_format(kv_cache_dtype: str | None) -> str | None:
+    """A key of `KV_CACHE_ALGOS`."""
+    if kv_cache_dtype is None:
+        return None
+    _check_name("kv_cache_dtype", kv_cache_dtype, (*KV_CACHE_ALGOS, "fp8"))
+    return KVCacheDType.parse(kv_cache_dtype).value
+
+
+def _check_nothing_rounded(
+    weights: str | None, recipe: str, method: str, ignore: Sequence[str]
+) -> None:
+    """Raise ValueError for an argument for weights, none of which are quantized."""
+    for name, value, default in (
+        ("weights", weights, None),
+        ("recipe", recipe, "amax6"),
+        ("method", method, "rtn"),
+        ("ignore", list(ignore), []),
+    ):
+        if value != default:
+            raise ValueError(
+                f"{name}: got {value!r}, but without a format (modelopt or compressed-tensors) no "
+                "weights are quantized"
+            )
 
 
 def _check_name(argument: str, value: str, valid: Sequence[str]) -> None:

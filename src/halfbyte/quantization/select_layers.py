@@ -111,8 +111,13 @@ def select_layers(
     return LayerSelection(
         groups=_groups(quantized, linear),
         ignore=tuple(dict.fromkeys(m for m in _unquantized(modules, index) if m not in kept)),
-        attentions=tuple(name for name, _ in sorted(_attentions(modules), key=lambda x: x[1])),
+        attentions=attention_modules(modules),
     )
+
+
+def attention_modules(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Names of the attention modules among a model's, one per decoder layer, in order."""
+    return tuple(name for name, _ in sorted(_attentions(modules), key=lambda x: x[1]))
 
 
 class ParameterName(NamedTuple):

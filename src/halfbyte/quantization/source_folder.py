@@ -43,9 +43,11 @@ def read_unquantized_config(folder: Path) -> dict[str, Any]:
     section = config.get("quantization_config") or config.get("compression_config")
     if section or (folder / MODELOPT_FILE).is_file():
         method = section.get("quant_method") if isinstance(section, dict) else None
+        is_gpt_oss = method == "mxfp4" and config.get("model_type") == "gpt_oss"
         raise CheckpointError(
             f"{folder}: expected an unquantized checkpoint, found one quantized by "
             f"{method or 'modelopt'}"
+            + ("; leave the format out to keep its experts in MXFP4" if is_gpt_oss else "")
         )
     return config
 

@@ -12,41 +12,18 @@ from safetensors.torch import load_file, save_file
 
 import halfbyte
 from checkpoints.folders import Folder, load_model
+from checkpoints.mxfp4_folders import SECTION, dequantize, quantize
 from halfbyte import LLM, Cache, SamplingParams
 from halfbyte.checkpoints import CheckpointError
 from halfbyte.models import ModelLoadError
 from halfbyte.moe import GatedActivation, MxFp4Experts
-from halfbyte.numerics import block_fp4
 from models.nvfp4.test_nvfp4_load_model import assert_same_logits
 from models.zoo import make_model, token_ids
 
-SECTION = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
-}
 BLOCKS = "model.layers.1.mlp.experts.gate_up_proj_blocks"
 EXPERTS = "model.layers.1.mlp.experts"
 GATE_UP_SCALES = "model.layers.1.mlp.experts.gate_up_proj_scales"
 SCALES = "model.layers.1.mlp.experts.down_proj_scales"
-
-
-def quantize(tensors: dict[str, torch.Tensor]) -> None:
-    """Experts of a GPT-OSS to MXFP4, in place, by the names of its files."""
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        codes, scales = block_fp4.quantize_mxfp4(tensors.pop(name).transpose(1, 2).contiguous())
-        tensors[f"{name}_blocks"] = codes.unflatten(-1, (-1, 16))
-        tensors[f"{name}_scales"] = scales
-
-
-def dequantize(tensors: dict[str, torch.Tensor]) -> None:
-    """The inverse, by transformers' own code."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    for name in [name for name in tensors if name.endswith("_blocks")]:
-        own = name.removesuffix("_blocks")
-        scales = tensors.pop(f"{own}_scales")
-        values = convert_moe_packed_tensors(tensors.pop(name), scales, dtype=torch.float32)
-        tensors[own] = values.contiguous()
 
 
 @pytest.fixture

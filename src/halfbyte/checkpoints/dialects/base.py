@@ -32,9 +32,10 @@ from halfbyte.numerics import nvfp4
 Dialect = Literal["modelopt", "compressed-tensors"]
 """Name of a dialect of NVFP4 checkpoints."""
 
-Scheme = Literal["nvfp4", "nvfp4-a16", "fp8"]
+Scheme = Literal["nvfp4", "nvfp4-a16", "fp8", "mxfp4"]
 """How one layer's weight is stored. `nvfp4` (W4A4) carries an activation scale, `nvfp4-a16` (W4A16)
-none. `fp8` (E4M3, one scale per tensor or per row) occurs beside them in mixed precision."""
+none. `fp8` (E4M3, one scale per tensor or per row) occurs beside them in mixed precision. `mxfp4`
+is compressed-tensors': the codes as above, one E8M0 scale per 32 input features, and no other."""
 
 PROVIDER_KEY = "provider"
 PROVIDER = "halfbyte"

@@ -4,7 +4,8 @@
 (matched from the start of the name) or the class `Linear`, in this order of precedence. As in the
 package, the alphabetically first of several matching patterns wins, and the last of groups with the
 same target. `ignore` takes the same kinds. A group may be a preset's name with its targets. Packed
-NVFP4 layers have the format `nvfp4-pack-quantized`, declared for the whole file or for a group.
+NVFP4 layers have the format `nvfp4-pack-quantized`, declared for the whole file or for a group, and
+MXFP4 layers `mxfp4-pack-quantized`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,10 +31,13 @@ from halfbyte.checkpoints.dialects.base import (
 )
 from halfbyte.checkpoints.dialects.schemes import (
     FP8_EXPECTED,
+    MXFP4_EXPECTED,
     NVFP4_EXPECTED,
     describe,
     is_fp8_input,
     is_fp8_weight,
+    is_mxfp4_input,
+    is_mxfp4_weight,
     is_nvfp4_input,
     is_nvfp4_weight,
 )
@@ -43,20 +47,25 @@ from halfbyte.layouts.quantization_args import is_set
 from halfbyte.numerics import nvfp4
 
 NVFP4_FORMAT = "nvfp4-pack-quantized"
+_MXFP4_FORMAT = "mxfp4-pack-quantized"
 _FP8_FORMATS = ("float-quantized", "naive-quantized")
 _MIXED_FORMAT = "mixed-precision"
 _OTHER_FORMATS = (
     *_FP8_FORMATS,
     "int-quantized",
     "marlin-24",
-    "mxfp4-pack-quantized",
     "mxfp6-pack-quantized",
     "mxfp8-quantized",
     "pack-quantized",
 )
 _UNPACKED_FORMATS = ("dense", "fakequant")
-_FORMATS = (NVFP4_FORMAT, _MIXED_FORMAT, *_OTHER_FORMATS, *_UNPACKED_FORMATS)
-_PRESETS: dict[str, Scheme] = {"NVFP4": "nvfp4", "NVFP4A16": "nvfp4-a16"}
+_FORMATS = (NVFP4_FORMAT, _MXFP4_FORMAT, _MIXED_FORMAT, *_OTHER_FORMATS, *_UNPACKED_FORMATS)
+_PRESETS: dict[str, Scheme] = {
+    "NVFP4": "nvfp4",
+    "NVFP4A16": "nvfp4-a16",
+    "MXFP4": "mxfp4",
+    "MXFP4A16": "mxfp4",
+}
 _SECONDS = 2
 """Max seconds to match a pattern with a name: some patterns backtrack exponentially."""
 _WITHOUT_EFFECT = (
@@ -105,8 +114,8 @@ class CompressedTensors(CheckpointDialect):
         """See `CheckpointDialect.read`.
 
         Returns:
-            None if no layer is NVFP4 and the package compressed-tensors is installed, with which
-            transformers reads the other formats.
+            None if no layer is NVFP4 or MXFP4, and the package compressed-tensors is installed,
+            with which transformers reads the other formats.
         """
         form = section.get("format")
         groups = _object(folder, section, "config_groups")
@@ -223,8 +232,12 @@ def _scheme(folder: Path, where: str, group: Mapping[str, Any]) -> Scheme:
             raise unknown_scheme(folder, f"{where}.{name}", describe(value), "null")
     if is_fp8_weight(weights) and (inputs is None or is_fp8_input(inputs)):
         return "fp8"
+    if is_mxfp4_weight(weights) and (
+        inputs is None or is_mxfp4_input(inputs) or is_fp8_input(inputs)
+    ):
+        return "mxfp4"
     if not is_nvfp4_weight(weights):
-        expected = f"{NVFP4_EXPECTED}, or {FP8_EXPECTED}"
+        expected = f"{NVFP4_EXPECTED}, {MXFP4_EXPECTED}, or {FP8_EXPECTED}"
         raise unknown_scheme(folder, f"{where}.weights", describe(weights), expected)
     if inputs is None:
         return "nvfp4-a16"
@@ -245,7 +258,8 @@ def _check_attention(folder: Path, where: str, group: Mapping[str, Any]) -> None
 
 
 def _check_format(folder: Path, where: str, form: str | None, scheme: Scheme) -> None:
-    valid = _FP8_FORMATS if scheme == "fp8" else (NVFP4_FORMAT,)
+    own = {"fp8": _FP8_FORMATS, "mxfp4": (_MXFP4_FORMAT,)}
+    valid = own.get(scheme, (NVFP4_FORMAT,))
     if form not in (*valid, _MIXED_FORMAT):
         raise unknown_scheme(folder, f"{where}: format", repr(form), " or ".join(map(repr, valid)))
 

@@ -7,6 +7,7 @@ from halfbyte.layouts.quantization_args import Values, described, first_misfit
 
 NVFP4_EXPECTED = "NVFP4 (float, num_bits 4, group_size 16, symmetric, not dynamic)"
 FP8_EXPECTED = "FP8 per tensor or row"
+MXFP4_EXPECTED = "MXFP4 (group_size 32, scale_dtype uint8)"
 
 _ORDERS = (None, False, "static", "weight")
 """GPTQ activation orders that do not permute the tensor's columns. Other orders need a
@@ -32,6 +33,13 @@ _FP8: Values = {
     "actorder": _ORDERS,
     "scale_dtype": (None, "float32", "bfloat16", "float16"),
 }
+_MXFP4: Values = {
+    **_NVFP4,
+    "strategy": (None, "group"),
+    "group_size": (32,),
+    "scale_dtype": (None, "uint8"),
+}
+_MXFP4_INPUTS: Values = {**_MXFP4, "dynamic": (True,), "actorder": (None, False)}
 _NVFP4_INPUTS: Values = {**_NVFP4, "dynamic": (None, False, "local"), "actorder": (None, False)}
 _FP8_INPUTS: Values = {
     **_FP8,
@@ -48,6 +56,16 @@ def is_nvfp4_weight(args: Any) -> bool:
 def is_nvfp4_input(args: Any) -> bool:
     """Whether these are the arguments of NVFP4 activations with a stored global scale."""
     return _fits(args, _NVFP4_INPUTS)
+
+
+def is_mxfp4_weight(args: Any) -> bool:
+    """Whether these are the arguments of MXFP4 weights."""
+    return _fits(args, _MXFP4)
+
+
+def is_mxfp4_input(args: Any) -> bool:
+    """Whether these are the arguments of MXFP4 activations, which halfbyte does not quantize."""
+    return _fits(args, _MXFP4_INPUTS)
 
 
 def is_fp8_weight(args: Any) -> bool:

@@ -1,7 +1,7 @@
 """Experts of MoE models, which transformers fuses into two 3-D parameters.
 
-Files hold gate, up and down projections per expert. NVFP4 experts become one module
-(`moe.NvFp4Experts`) that runs them together as W4A16. `Experts` has modules named as in the files,
+Files hold gate, up and down projections per expert. NVFP4 and MXFP4 experts become one module
+(`SeparateExperts`) that runs them together as W4A16. `Experts` has modules named as in the files,
 run one after the other: for experts in FP8, for W4A4, and for other activations than SwiGLU's.
 """
 
@@ -12,7 +12,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from halfbyte.moe import SWIGLU, GatedActivation
-from halfbyte.moe.layer import PROJECTIONS
+from halfbyte.moe.separate_experts import PROJECTIONS
 
 __all__ = ["PROJECTIONS", "Expert", "Experts", "FusedExperts", "fused_experts", "has_fused_experts"]
 

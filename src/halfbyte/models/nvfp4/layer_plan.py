@@ -181,7 +181,7 @@ def _check_alike(
 
 
 def _kind(scheme: Scheme) -> str:
-    return "fp8" if scheme == "fp8" else "nvfp4"
+    return "nvfp4" if scheme == "nvfp4-a16" else scheme
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, int, int, bool, str | None]]:

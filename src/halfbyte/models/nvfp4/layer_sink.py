@@ -12,26 +12,27 @@ from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.validate import check_scales
 from halfbyte.linear import NvFp4Linear
 from halfbyte.models.nvfp4.layer_plan import LayerPlan
-from halfbyte.moe import NvFp4Experts
-from halfbyte.moe.layer import PROJECTIONS, Place
+from halfbyte.moe.separate_experts import PROJECTIONS, Place, SeparateExperts
+from halfbyte.numerics import block_fp4
+from halfbyte.numerics.e8m0 import E8M0_NAN
 
 Sink = Callable[[torch.Tensor], None]
 """Puts a tensor from the files, already on its device, into the model."""
 
 
 class ExpertSlot:
-    """A projection of an expert in `NvFp4Experts`, filled like an `NvFp4Linear`.
+    """A projection of an expert in `SeparateExperts`, filled like an `NvFp4Linear`.
 
     Args:
         experts: the layer's.
         place: of the projection.
     """
 
-    def __init__(self, experts: NvFp4Experts, place: Place) -> None:
+    def __init__(self, experts: SeparateExperts, place: Place) -> None:
         self.experts, self.place = experts, place
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor], dialect: Dialect) -> None:
-        """See `NvFp4Experts.load_projection`."""
+        """See `SeparateExperts.load_projection`."""
         self.experts.load_projection(self.place, tensors, dialect)
 
     def process_weights_after_loading(self) -> None:
@@ -47,7 +48,7 @@ def target_of(model: nn.Module, plan: LayerPlan, name: str) -> nn.Module | Exper
     """What a planned layer's tensors are loaded into."""
     block = plan.block_of(name)
     experts = None if block is None else model.get_submodule(block)
-    if not isinstance(experts, NvFp4Experts):
+    if not isinstance(experts, SeparateExperts):
         return model.get_submodule(name)
     _, expert, projection = name.rsplit(".", 2)
     return ExpertSlot(experts, (int(expert), next(p for p in PROJECTIONS if p == projection)))
@@ -98,10 +99,19 @@ class LayerSink:
                 del tensors[names.input_global_scale]
                 self.plan.leave_activations(self.name)
                 self.module.drop_input_scale()
-            check_scales(self.folder, self.name, tensors.items(), names)
+            if self.plan.layers[self.name].scheme != "mxfp4":  # which experts check as a whole
+                check_scales(self.folder, self.name, tensors.items(), names)
             self.module.load_tensors(tensors, self.declaration.dialect)
             self.module.process_weights_after_loading()
             return
+        is_mxfp4 = self.plan.layers[self.name].scheme == "mxfp4"
+        weight = self._of_mxfp4(tensors) if is_mxfp4 else self._of_fp8(tensors)
+        assign(self.module, "weight", weight.to(self.dtype))
+        if "bias" in tensors:
+            assign(self.module, "bias", tensors["bias"].to(self.dtype))
+
+    def _of_fp8(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """float32 `[N, K]`."""
         scale = tensors["weight_scale"].float()
         if not bool((scale.isfinite() & (scale > 0)).all()):
             raise CheckpointError(
@@ -109,10 +119,19 @@ class LayerSink:
                 f"{scale.flatten()[:4].tolist()}"
             )
         # [N] and [N, 1] scale rows; one element scales the whole weight.
-        weight = tensors["weight"].float() * scale.reshape(-1, 1)
-        assign(self.module, "weight", weight.to(self.dtype))
-        if "bias" in tensors:
-            assign(self.module, "bias", tensors["bias"].to(self.dtype))
+        return tensors["weight"].float() * scale.reshape(-1, 1)
+
+    def _of_mxfp4(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """`[N, K]`."""
+        names = self.declaration.names
+        codes, scales = tensors[names.weight], tensors[names.weight_scale]
+        bad = int((scales == E8M0_NAN).sum())
+        if bad:
+            raise CheckpointError(
+                f"{self.folder}: {self.name}.{names.weight_scale}: expected finite block scales, "
+                f"found {bad} NaN of {scales.numel()}"
+            )
+        return block_fp4.dequantize_mxfp4(codes, scales, self.dtype)
 
     def _is_uncalibrated(self, input_global_scale: torch.Tensor | None) -> bool:
         """Whether calibration never reached an expert: compressed-tensors then writes 1 / 0, or 1.

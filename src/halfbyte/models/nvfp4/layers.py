@@ -11,16 +11,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from halfbyte.checkpoints.dialects.base import Declaration
+from halfbyte.checkpoints.dialects.base import Declaration, Scheme
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.dispatch import NoImplementationError, compute_capability_of
 from halfbyte.linear import NvFp4Linear, NvFp4LinearLayerConfig, select_nvfp4_linear_kernel
 from halfbyte.models.nvfp4.experts import Experts, fused_experts
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, PlannedLayer
 from halfbyte.moe import NvFp4Experts
+from halfbyte.moe.separate_experts import SeparateExperts
+from halfbyte.moe.separate_mxfp4 import SeparateMxFp4Experts
 
 logger = logging.getLogger("halfbyte")
 
+_DEQUANTIZED: tuple[Scheme, ...] = ("fp8", "mxfp4")
+"""Schemes of linear layers whose weights are dequantized when they are loaded."""
 _NATIVE_FP4 = 100
 """Min compute capability with native FP4 x FP4 products."""
 
@@ -52,8 +56,9 @@ def replace_layers(
 ) -> None:
     """Replace the layers of a plan by `NvFp4Linear`, empty and on the meta device.
 
-    Experts of a layer become one `NvFp4Experts`, or `Experts`, see `experts.py`. FP8 layers stay
-    `nn.Linear`: their weights are dequantized when they are loaded.
+    Experts of a layer become one `NvFp4Experts` or `SeparateMxFp4Experts`, or `Experts`, see
+    `experts.py`. FP8 and MXFP4 layers stay `nn.Linear`: their weights are dequantized when they are
+    loaded.
 
     Raises:
         ValueError: `quantize_activations` is set, and no layer has an activation scale;
@@ -76,10 +81,11 @@ def replace_layers(
         model.set_submodule(name, experts)
     if options.moe_backend and not grouped:
         raise ValueError(
-            f"moe_backend: got {options.moe_backend!r}, but no layer has NVFP4 experts (W4A16)"
+            f"moe_backend: got {options.moe_backend!r}, but no layer has NVFP4 experts (W4A16) or "
+            "MXFP4 ones"
         )
     for name, layer in plan.layers.items():
-        if layer.scheme == "fp8" or plan.block_of(name) in grouped:
+        if layer.scheme in _DEQUANTIZED or plan.block_of(name) in grouped:
             continue
         untie(model, name)
         module = NvFp4Linear(
@@ -105,7 +111,7 @@ def _grouped_experts(
     options: LayerOptions,
     chosen: dict[NvFp4LinearLayerConfig, bool],
 ) -> nn.Module | None:
-    """`NvFp4Experts` for a module of fused experts; None where they run one by one."""
+    """A module for fused experts in four bits; None where they run one by one."""
     fused = fused_experts(model.get_submodule(name))
     assert fused is not None
     layers = [plan.layers[layer] for layer, _, _ in fused.layers(name)]
@@ -120,7 +126,9 @@ def _grouped_experts(
         return None
     if fused.activation is None:
         return None
-    experts = NvFp4Experts(
+    is_mxfp4 = all(layer.scheme == "mxfp4" for layer in layers)
+    kind: type[SeparateExperts] = SeparateMxFp4Experts if is_mxfp4 else NvFp4Experts
+    experts = kind(
         fused.num_experts,
         fused.hidden_size,
         fused.intermediate_size,
@@ -137,8 +145,19 @@ def _grouped_experts(
 
 
 def log_activation_mode(model: nn.Module, plan: LayerPlan, options: LayerOptions) -> None:
-    """Log how layers declared W4A4 run."""
+    """Log how layers declared W4A4 run, and which weights are no longer in four bits."""
     declared = plan.count("nvfp4")
+    dequantized = [name for name, layer in plan.layers.items() if layer.scheme == "mxfp4"]
+    grouped = {name for name, x in model.named_modules() if isinstance(x, SeparateExperts)}
+    dequantized = [name for name in dequantized if plan.block_of(name) not in grouped]
+    if dequantized:
+        logger.warning(
+            "%s: dequantized to %s, and so are %d more MXFP4 layers: in this format only experts "
+            "run in four bits",
+            dequantized[0],
+            str(options.dtype).removeprefix("torch."),
+            len(dequantized) - 1,
+        )
     layers = [module for module in model.modules() if isinstance(module, NvFp4Linear)]
     quantized = sum(layer.quantize_activations for layer in layers)
     if plan.uncalibrated:

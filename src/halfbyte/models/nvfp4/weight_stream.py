@@ -21,7 +21,7 @@ from halfbyte.checkpoints.validate import FLOATS, QUANTIZED_WEIGHT
 from halfbyte.models.nvfp4.experts import PROJECTIONS, has_fused_experts
 from halfbyte.models.nvfp4.layer_plan import LayerPlan
 from halfbyte.models.nvfp4.layer_sink import LayerSink, Sink, assign, target_of
-from halfbyte.moe import NvFp4Experts
+from halfbyte.moe.separate_experts import SeparateExperts
 
 
 def stream_weights(
@@ -130,7 +130,7 @@ def _plain_sinks(
     kept_dtypes = model._get_dtype_plan(dtype)
     tied = _tied_to(model)
     for module_name, module in model.named_modules():
-        if module_name in plan.layers or isinstance(module, NvFp4Experts):
+        if module_name in plan.layers or isinstance(module, SeparateExperts):
             continue
         prefix = f"{module_name}." if module_name else ""
         if has_fused_experts(module) and f"{prefix}gate_up_proj" not in index:

@@ -31,7 +31,12 @@ from halfbyte.plugins.vllm.moe_weights import (
     parameters_of,
 )
 from halfbyte.plugins.vllm.scales import has_no_weights
-from halfbyte.plugins.vllm.unloaded import check_experts, check_gpt_oss, mark_unloaded
+from halfbyte.plugins.vllm.unloaded import (
+    check_experts,
+    check_gpt_oss,
+    mark_gpt_oss,
+    mark_unloaded,
+)
 
 logger = logging.getLogger("halfbyte")
 
@@ -96,7 +101,11 @@ class HalfbyteMoeMethod(FusedMoEMethodBase):
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """vLLM's parameters, marked so that those that are not loaded can be told."""
         super().create_weights(layer, *args, **kwargs)
-        if not self._is_dummy and self.vllm_class.__name__ != GPT_OSS_METHOD:
+        if self._is_dummy:
+            return
+        if self.vllm_class.__name__ == GPT_OSS_METHOD:
+            mark_gpt_oss(layer)
+        else:
             mark_unloaded(layer, format_of(self.vllm_class))
 
     def process_weights_after_loading(self, layer: Any) -> None:

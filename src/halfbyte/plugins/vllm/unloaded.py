@@ -1,7 +1,8 @@
 """Finds weights that a checkpoint lacks, or that are NaN: vLLM checks few of them.
 
-Parameters are filled before loading with what no checkpoint has. GPT-OSS's are not: vLLM leaves
-zeros where a rank's share is padded, and its files have one tensor for all experts of a layer.
+Parameters are filled before loading with what no checkpoint has. Of GPT-OSS only the biases are:
+vLLM leaves zeros where a rank's share is padded, and its files have one tensor for all experts of a
+layer. Zeros in all codes or block scales are then missing, but biases may be zero.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,14 @@ _UNLOADED_SCALES = {"nvfp4": 0x7F, "mxfp4": 0xFF}
 """NaN in E4M3 and in E8M0."""
 _UNLOADED_CODES = 0x88
 """Two values of -0.0: a matrix of nothing else is not loaded."""
+_UNLOADED_BIAS = 0x7FB5
+"""NaN in bfloat16 and float16 (twice in float32), with bits that no computation gives."""
 _GLOBAL_SCALES = "weight_scale_2", "weight_global_scale"
 _NO_CODES = "codes are missing"
 _BAD_SCALES = "block scales are missing, NaN or negative"
 _BAD_GLOBAL = "global scale is missing, or not positive"
+_NO_BIASES = "biases are missing"
+_BAD_BIASES = "biases are NaN or infinite"
 _PROJECTIONS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 
 
@@ -90,11 +95,24 @@ def check_experts(layer: Any, weight_format: WeightFormat) -> None:
             _refuse_first(layer, projections, _BAD_GLOBAL, ~_is_positive(global_scale))
 
 
-def check_gpt_oss(layer: Any, tp_rank: int) -> None:
-    """Raise ValueError for tensors of a layer that were not loaded: they are zero.
+def mark_gpt_oss(layer: Any) -> None:
+    """Fill the biases of a layer before its weights are loaded.
 
     Args:
-        layer: vLLM's `RoutedExperts`, with MXFP4 weights of GPT-OSS's files.
+        layer: vLLM's `RoutedExperts`, with parameters for GPT-OSS's files.
+    """
+    for bias in _biases_of(layer).values():
+        bias.view(torch.int16).fill_(_UNLOADED_BIAS)
+
+
+def check_gpt_oss(layer: Any, tp_rank: int) -> None:
+    """Raise ValueError for tensors of a layer that were not loaded, or biases that are no numbers.
+
+    Padding of biases becomes zero.
+
+    Args:
+        layer: vLLM's `RoutedExperts`, with MXFP4 weights of GPT-OSS's files; `mark_gpt_oss` before
+            its weights were loaded.
         tp_rank: of the first rank's share at least a part is no padding.
     """
     for name in _PROJECTIONS if tp_rank == 0 else ():
@@ -102,6 +120,20 @@ def check_gpt_oss(layer: Any, tp_rank: int) -> None:
             tensor = getattr(layer, f"{name}_{suffix}").data
             if tensor.numel() and not tensor.any():
                 raise ValueError(f"{layer.layer_name}: {name}_{suffix} of all experts is missing")
+    for name, bias in _biases_of(layer).items():
+        unloaded = (bias.view(torch.int16) == _UNLOADED_BIAS).view(*bias.shape, -1).all(-1)
+        projection = ("gate_up_proj",) if name == "w13" else _PROJECTIONS[name]
+        # The last ranks' shares may be nothing but padding.
+        missing = unloaded.all(1) & (tp_rank == 0)
+        _refuse_first(layer, projection, _NO_BIASES, missing[:, None])
+        bias[unloaded] = 0
+        _refuse_first(layer, projection, _BAD_BIASES, ~bias.isfinite().all(1, keepdim=True))
+
+
+def _biases_of(layer: Any) -> dict[str, torch.Tensor]:
+    """`[experts, N]` by matrix; of layers without biases none."""
+    found = {name: getattr(layer, f"{name}_bias", None) for name in _PROJECTIONS}
+    return {name: bias.data for name, bias in found.items() if bias is not None}
 
 
 def _mark(layer: Any, prefix: str, weight_format: WeightFormat) -> None:

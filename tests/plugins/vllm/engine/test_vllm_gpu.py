@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.mxfp4_folders import make_gpt_oss
 from halfbyte.kvcache import KVRecipe
 from halfbyte.plugins.vllm import attention
 from models.zoo import make_model, token_ids
@@ -28,7 +29,7 @@ from plugins.vllm.engine.engines import (
     varied,
     vllm_engine,
 )
-from plugins.vllm.engine.moe_checkpoints import make_gpt_oss, make_nvfp4
+from plugins.vllm.engine.moe_checkpoints import make_nvfp4
 
 pytestmark = pytest.mark.gpu
 
@@ -177,6 +178,23 @@ def test_experts_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         ) as llm:
             assert_our_experts(llm, "triton", weight_format)
             results.append([generate(llm, prompts[:n], 16) for n in (4, 1, 3)])
+    assert results[0] == results[1]
+    assert varied(results[0][0])
+
+
+@pytest.mark.parametrize("name", ["qwen3-modelopt", "gpt-oss"])
+def test_cuda_experts_in_graphs_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """Without compilation graphs have the bits of eager steps of the same batch sizes."""
+    folder, weight_format = make_experts(name, tmp_path)
+    prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
+    results = []
+    for more in ({"enforce_eager": True}, {"compilation_config": {"mode": 0}}):
+        options: dict[str, Any] = {**GPU, "dtype": "bfloat16", "kv_cache_dtype": "auto", **more}
+        options |= {"max_model_len": 128, "skip_tokenizer_init": True}
+        options["additional_config"] = {"halfbyte": {"moe": "on"}}
+        with vllm_engine(folder, **options) as llm:
+            assert_our_experts(llm, "cuda", weight_format)
+            results.append([generate(llm, prompts[:n], 16) for n in (4, 2, 1)])
     assert results[0] == results[1]
     assert varied(results[0][0])
 

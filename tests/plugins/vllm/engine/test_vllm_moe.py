@@ -1,15 +1,21 @@
 """4-bit experts on halfbyte's kernels, through vLLM's own loaders and routers."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkpoints.mxfp4_folders import make_gpt_oss, make_mxfp4
+from halfbyte.checkpoints import read_kv_scales
+from halfbyte.quantization import quantize_checkpoint
 from models.zoo import token_ids
 from plugins.vllm.engine.engines import (
+    BUNDLED,
     allow_float32,
     assert_our_experts,
+    assert_ours,
     assert_same_tokens,
     generate,
     halfbyte_tokens,
@@ -17,7 +23,7 @@ from plugins.vllm.engine.engines import (
     vllm_engine,
     without,
 )
-from plugins.vllm.engine.moe_checkpoints import make_gpt_oss, make_mxfp4, make_nvfp4
+from plugins.vllm.engine.moe_checkpoints import make_nvfp4
 
 PROMPTS = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
 PLAIN: dict[str, Any] = {"kv_cache_dtype": "float32"}
@@ -41,7 +47,7 @@ def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine(folder: Path, **options: Any) -> Any:
-    return vllm_engine(folder, **ENGINE, **options)
+    return vllm_engine(folder, **{**ENGINE, **options})
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,10 @@ def test_experts_equal_halfbyte_s_engine(tmp_path: Path, name: str) -> None:
     ("name", "tensor", "message"),
     [
         ("gpt-oss", "layers.1.mlp.experts.down_proj_scales", "w2_weight_scale of all experts"),
+        (
+            *("gpt-oss", "layers.1.mlp.experts.gate_up_proj_bias"),
+            "expert 0: gate_up_proj's biases are missing .and 3 more",
+        ),
         pytest.param(
             *("qwen3-modelopt", "layers.1.mlp.experts.2.up_proj.weight_scale"),
             "expert 2: up_proj's block scales are missing",
@@ -75,6 +85,25 @@ def test_a_missing_tensor_is_refused(tmp_path: Path, name: str, tensor: str, mes
     folder = without(MAKE[name](tmp_path), tensor)
     with pytest.raises(Exception, match=f"layers.1.*{message}"), engine(folder):
         pass
+
+
+def test_a_checkpoint_that_keeps_mxfp4_has_its_own_scales(tmp_path: Path) -> None:
+    """vLLM's loader ignores the scales of K and V, halfbyte's attention reads them."""
+    source = make_gpt_oss(tmp_path, vocab_size=4096)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(BUNDLED) / name, source)
+    folder, text = tmp_path / "kept", tmp_path / "text.txt"
+    text.write_text("import os\n" * 20)
+    quantize_checkpoint(source, folder, kv_cache_dtype="nvfp4", calibration_file=text)
+    expected = halfbyte_tokens(folder, PROMPTS, 16)
+    with engine(folder, kv_cache_dtype="nvfp4") as llm:
+        assert_our_experts(llm, "cpu", "mxfp4")
+        impls = assert_ours(llm, "nvfp4")
+        found = generate(llm, PROMPTS, 16)
+    assert_same_tokens(found, expected, PROMPTS, folder)
+    for layer, scales in read_kv_scales(folder).items():
+        impl = impls[layer]
+        assert (float(impl.k_scale), float(impl.v_scale)) == pytest.approx(scales, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -14,13 +14,20 @@ from vllm.config import set_current_vllm_config as in_config
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+import cuda_on_host
 import halfbyte.plugins.vllm
-from halfbyte.moe import GatedActivation, PackedExperts, moe_experts
+from halfbyte.dispatch import Answer
+from halfbyte.moe import GPT_OSS, GatedActivation, MoeConfig, PackedExperts, moe_experts
+from halfbyte.moe.as_loaded import AsLoadedKernel, from_tensors
+from halfbyte.moe.cuda.kernel import CudaKernel
+from halfbyte.plugins.vllm import moe_method
 from halfbyte.plugins.vllm.moe import _warn_overruled
 from halfbyte.plugins.vllm.moe_method import HalfbyteMoeMethod, _log_choice
-from moe.cases import random_experts, random_hidden, random_routing
+from moe.cases import assert_close_enough, random_experts, random_hidden, random_routing
+from moe.test_moe_cuda_on_host import run as run_on_host
 
 E, H, I = 5, 64, 96  # noqa: E741
 ON = {"halfbyte": {"moe": "on"}}
@@ -60,8 +67,9 @@ def make_layer(
     Args:
         additional_config: vLLM's.
         backend: of attention.
-        options: `lora`, `load_format`, `moe_backend`, or arguments of vLLM's function.
+        options: `lora`, `load_format`, `moe_backend`, `device`, or arguments of vLLM's function.
     """
+    device = torch.device(options.pop("device", "cpu"))
     kernels = KernelConfig(moe_backend=options.pop("moe_backend", "auto"))
     load_config = LoadConfig(load_format=options.pop("load_format", "auto"))
     lora = LoRAConfig() if options.pop("lora", False) else None
@@ -72,7 +80,7 @@ def make_layer(
         kernel_config=kernels,
     )
     config.lora_config = lora
-    config.device_config.device = torch.device("cpu")
+    config.device_config.device = device
     defaults = {
         "num_experts": E,
         "top_k": 2,
@@ -83,7 +91,7 @@ def make_layer(
         "prefix": "model.layers.0.mlp.experts",
     }
     parallel = {"tp_size": 1, "dp_size": 1, "pcp_size": 1}
-    with in_config(config):
+    with in_config(config), device:
         return make_moe(**{**defaults, **parallel, **options}).routed_experts
 
 
@@ -315,3 +323,169 @@ def test_missing_weights_are_named_by_the_model_s_numbers(
         layer = make_layer()
     with pytest.raises(ValueError, match="expert 4: gate_proj's codes are missing"):
         load(layer, random_experts(E, H, I), lambda expert, *_: expert != 4)
+
+
+def make_gpt_oss(**options: Any) -> Any:
+    """A layer for GPT-OSS's own files, which have one tensor for all experts."""
+    config = GptOssMxfp4Config()
+    return make_layer(quant_config=config, has_bias=True, activation="swigluoai", **options)
+
+
+def load_gpt_oss(layer: Any, experts: PackedExperts, rank: int, **changed: Any) -> None:
+    """Load what vLLM's loader of the model gives to a rank, which has blocks of 32 features.
+
+    Args:
+        changed: other tensors by parameter name; None for a tensor that is missing.
+    """
+    gate_up, down, size = experts.gate_up, experts.down, layer.w2_weight.shape[2] * 2
+    features = slice(rank * size, (rank + 1) * size)
+    rows = slice(2 * features.start, 2 * features.stop)
+    assert gate_up.bias is not None
+    assert down.bias is not None
+    tensors: dict[str, Any] = {
+        "w13_weight": gate_up.weight[:, rows],
+        "w13_weight_scale": gate_up.scales[:, rows],
+        "w13_bias": gate_up.bias[:, rows],
+        "w2_weight": down.weight[..., features.start // 2 : features.stop // 2],
+        "w2_weight_scale": down.scales[..., features.start // 32 : features.stop // 32],
+        "w2_bias": down.bias if rank == 0 else torch.zeros_like(down.bias),
+    }
+    for name, tensor in {**tensors, **changed}.items():
+        if tensor is not None:
+            layer.weight_loader(getattr(layer, name), tensor, name, None, None)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def gpt_oss_experts() -> PackedExperts:
+    """Biases are bfloat16 values, as vLLM keeps them."""
+    options: Any = {"weight_format": "mxfp4", "activation": GPT_OSS, "dtype": torch.bfloat16}
+    return random_experts(E, H, I, bias=True, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gpt_oss_s_ranks_add_up(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 blocks, 2 ranks have 2 and 1, and 4 ranks 1 each but the last: the rest is padding."""
+    experts = gpt_oss_experts()
+    x, (ids, weights) = random_hidden(9, H), random_routing(9, 2, E)
+    total = torch.zeros_like(x)
+    for rank in range(ranks):
+        with ranks_of(monkeypatch, tp_size=ranks, tp_rank=rank):
+            layer = make_gpt_oss()
+        load_gpt_oss(layer, experts, rank)
+        total += run(layer, x, ids.int(), weights)
+    expected = moe_experts(x, experts, ids, weights, backend="reference")
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("w13_bias", None, r"expert 0: gate_up_proj's biases are missing \(and 4 more\)$"),
+        ("w2_bias", None, r"expert 0: down_proj's biases are missing \(and 4 more\)$"),
+        ("w13_bias", torch.nan, "expert 3: gate_up_proj's biases are NaN or infinite$"),
+        ("w2_bias", torch.inf, "expert 3: down_proj's biases are NaN or infinite$"),
+        ("w2_weight_scale", None, "w2_weight_scale of all experts is missing$"),
+    ],
+)
+def test_gpt_oss_s_missing_tensors_are_refused(name: str, value: Any, message: str) -> None:
+    experts, bad = gpt_oss_experts(), None
+    if value is not None:
+        found = experts.gate_up.bias if name == "w13_bias" else experts.down.bias
+        assert found is not None
+        bad = found.clone()
+        bad[3, 5] = value
+    with pytest.raises(ValueError, match=f"^model.layers.0.mlp.experts.*: {message}"):
+        load_gpt_oss(make_gpt_oss(), experts, 0, **{name: bad})
+
+
+def test_gpt_oss_s_biases_may_be_zero() -> None:
+    experts = gpt_oss_experts()
+    zero = torch.zeros(E, 2 * I, dtype=torch.bfloat16)
+    layer = make_gpt_oss()
+    load_gpt_oss(layer, experts, 0, w13_bias=zero)
+    experts = replace(experts, gate_up=replace(experts.gate_up, bias=zero))
+    x, (ids, weights) = random_hidden(9, H), random_routing(9, 2, E)
+    expected = moe_experts(x, experts, ids, weights, backend="reference")
+    torch.testing.assert_close(run(layer, x, ids, weights), expected, rtol=1e-5, atol=1e-5)
+
+
+def load_any(layer: Any, experts: PackedExperts) -> None:
+    """Load a layer of either format."""
+    if experts.gate_up.format == "mxfp4":
+        load_gpt_oss(layer, experts, 0)
+    else:
+        load(layer, experts)
+
+
+def make_in_bfloat16(name: str, device: str) -> tuple[Any, PackedExperts]:
+    """A layer and what its checkpoint has."""
+    options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
+    if name == "gpt-oss":
+        return make_gpt_oss(**options), gpt_oss_experts()
+    return make_layer(**options), random_experts(E, H, I, dtype=torch.bfloat16)
+
+
+def assert_within_tier_2(layer: Any, experts: PackedExperts, m: int, device: str) -> None:
+    """Expert 4 gets no token; ids of other ranks are -1."""
+    x, (ids, weights) = random_hidden(m, H, torch.bfloat16), random_routing(m, 2, E - 1)
+    ids[m // 2 :: 3, 1:] = -1
+    found = run(layer, x.to(device), ids.int().to(device), weights.to(device))
+    assert_close_enough(found.cpu(), x, experts, ids, weights)
+
+
+class OnHost(AsLoadedKernel):
+    """The kernel `cuda` for few tokens per expert, in the emulation of a GPU."""
+
+    name = "cuda"
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        return True, ""
+
+    @classmethod
+    def can_implement(cls, config: MoeConfig) -> Answer:
+        return True, ""
+
+    def apply(self, tensors: Any, hidden: torch.Tensor, ids: Any, weights: Any) -> torch.Tensor:
+        experts = from_tensors(tensors, self.config.activation)
+        return run_on_host(hidden, experts, ids, weights)
+
+
+@cuda_on_host.needs_compiler
+@pytest.mark.parametrize("name", ["nvfp4", "gpt-oss"])
+def test_cuda_on_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM's loader leaves is what the CUDA kernel reads."""
+    monkeypatch.setattr(moe_method, "init_moe_kernel", OnHost)
+    layer, experts = make_in_bfloat16(name, "cpu")
+    load_any(layer, experts)
+    assert isinstance(layer.quant_method.kernel, OnHost)
+    for m in (0, 1, 9):
+        assert_within_tier_2(layer, experts, m, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nvfp4", "gpt-oss"])
+def test_cuda(name: str) -> None:
+    """For few tokens per expert the streaming kernel, for 1,600 pairs `gemm_sm90` or Triton."""
+    layer, experts = make_in_bfloat16(name, "cuda")
+    load_any(layer, experts)
+    kernel = layer.quant_method.kernel
+    assert isinstance(kernel, CudaKernel)
+    assert kernel.config.weight_format == experts.gate_up.format
+    for m in (0, 1, 9, 800):
+        assert_within_tier_2(layer, experts, m, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [0, 1])
+def test_cuda_of_a_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expert parallel: other ranks' experts add nothing."""
+    experts = random_experts(E, H, I, dtype=torch.bfloat16)
+    with ranks_of(monkeypatch, use_ep=True, ep_size=2, ep_rank=rank):
+        layer = make_layer(params_dtype=torch.bfloat16, device="cuda")
+    load(layer, experts)
+    assert isinstance(layer.quant_method.kernel, CudaKernel)
+    x, (ids, weights) = random_hidden(9, H, torch.bfloat16), random_routing(9, 2, E)
+    own = (ids < 3) if rank == 0 else (ids >= 3)
+    found = run(layer, x.cuda(), ids.int().cuda(), weights.cuda())
+    assert_close_enough(found.cpu(), x, experts, torch.where(own, ids, -1), weights)
