@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 
 def work_of(step: Step, seq: int, tile: int, columns: int, least: int = 0) -> Work:
-    """Tiles that any query token attends to, at least so many, and number of blocks of query columns."""
+    """Tiles that any query token attends to, at least so many, and blocks of query columns."""
     length, queries = step.lengths[seq], step.queries[seq]
     seen: set[int] = set()
     for position in range(length - queries, length):
@@ -137,7 +137,7 @@ def smallest_span(
 def expected_span(
     works: list[Work], tile: int, max_units: int, recent: int
 ) -> tuple[int, int, bool]:
-    """Span, lead and whether aligned: aligned chunks where they are as fast as the continuous layout.
+    """Span, lead, and whether chunks are aligned, where these are as fast as the continuous layout.
 
     Chunks have at least 128 tokens. Starting a work item costs as much as 64 tokens, which counts
     in the continuous layout, and so do its recent tokens, as `recent` tiles: there a unit may start

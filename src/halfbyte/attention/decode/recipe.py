@@ -15,7 +15,7 @@ _ROUND = 64
 
 
 class RecipeParams(ctypes.Structure):
-    """`Recipe` of `loader.cuh`."""
+    """`Recipe` of `params.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("low", "high", "angles")),

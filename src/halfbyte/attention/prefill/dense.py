@@ -6,8 +6,8 @@ blocks, whose results are merged by LSE; the last block holds the new tokens and
 
 cuDNN (SM90 and later) builds a kernel for every new shape in about 50 ms, so block sizes and query
 counts are rounded to a small set, or are less than one of it by a recipe's recent tokens. Padding
-queries, and the first rows of a causal square, are computed and discarded. On other GPUs, and for head sizes over 128 except on SM90, PyTorch's
-FlashAttention is used.
+queries, and the first rows of a causal square, are computed and discarded. On other GPUs, and for
+head sizes over 128 except on SM90, PyTorch's FlashAttention is used.
 
 halfbyte's own kernel (`chunks.py`) takes sequences longer than their window, soft-caps, K and V
 of different head sizes, small heads, and shorter prompts.
