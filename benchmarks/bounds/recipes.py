@@ -56,8 +56,8 @@ _OF_PLAIN = {
 }
 """Max time of `balanced`, relative to `plain`, whose store chooses between two scales."""
 _LATENCY = (
-    "before its first tile a warp waits for tables, means and the last tokens; 1.01 to 1.06 on an "
-    "H100, before the prefetches (recipe_speed_h100)"
+    "on an H200 instructions for biases and last tokens are not hidden behind loads; 1.01 to 1.06 "
+    "on an H100 (recipe_speed_h100)"
 )
 _SLOWER = {
     "decode 64 x 8192": _LATENCY,

@@ -60,6 +60,7 @@ ASSEMBLY = {
     ),
     "mad.wide.u32 %0, %1, %2, %3;": "%0 = (unsigned long long)%1 * %2 + %3",
     "ld.global.f32 %0, [%1];": "%0 = *(const float*)(%1)",
+    "ld.global.u8 %0, [%1];": "%0 = *(const unsigned char*)(%1)",
     "ld.global.u32 %0, [%1];": "%0 = *(const unsigned*)(%1)",
     "ld.global.v2.u32 {%0, %1}, [%2];": f"{HERE}unpack(*(const uint2*)(%2), %0, %1)",
     "ld.global.v4.u32 {%0, %1, %2, %3}, [%4];": (
@@ -91,6 +92,7 @@ ASSEMBLY = {
     "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;": f"{HERE}copy(%0, %1, 4, 4)",
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": f"{HERE}copy(%0, %1, 16, %2)",
     "cp.async.cg.shared.global [%0], [%1], 16;": f"{HERE}copy(%0, %1, 16, 16)",
+    "cp.async.ca.shared.global [%0], [%1], 16;": f"{HERE}copy(%0, %1, 16, 16)",
     "cp.async.ca.shared.global [%0], [%1], 4, %2;": f"{HERE}copy(%0, %1, 4, %2)",
     "cp.async.ca.shared.global [%0], [%1], 4;": f"{HERE}copy(%0, %1, 4, 4)",
     "{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}": (

@@ -158,6 +158,13 @@ def test_pair_tables_give_products_with_the_means(rotated: int, alone: int, pair
         means = transform.means(torch.tensor([16 * segment]))
         assert means is not None
         torch.testing.assert_close(found, (q * means[0]).sum(-1))
+    split = transform.split_angles
+    assert split is not None
+    assert split.shape == (3, pairs, 2)
+    # A word is two bfloat16 numbers: cosine and sine, rounded, and what is left of them.
+    cosines, sines = split.view(torch.bfloat16).double().unflatten(-1, (2, 2)).sum(-2).unbind(-1)
+    for found, exact in ((cosines, tables.cos), (sines, tables.sin)):
+        torch.testing.assert_close(found, exact.double(), rtol=2.0**-16, atol=0.0)
 
 
 def test_constants_match_within_the_tolerance() -> None:

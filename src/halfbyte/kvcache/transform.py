@@ -147,6 +147,22 @@ class KVTransform:
         return PairTables(*channels, *(F.pad(x.float(), (0, padding)) for x in columns))
 
     @cached_property
+    def split_angles(self) -> torch.Tensor | None:
+        """`cos` and `sin` of `pair_tables` for matmuls of bfloat16, as sums of two numbers.
+
+        Returns:
+            int32 `[segments, pairs, 2]`: a word with the rounded cosine (low half) and sine, and
+            one with what rounding left of both. None where K is not centred.
+        """
+        tables = self.pair_tables
+        if tables is None:
+            return None
+        exact = torch.stack((tables.cos, tables.sin), -1)
+        high = exact.bfloat16()
+        low = (exact - high.float()).bfloat16()
+        return torch.stack((high, low), -2).view(torch.int32).squeeze(-1)
+
+    @cached_property
     def pairs_are_halves(self) -> bool:
         """Whether RoPE pairs channel i with channel D/2 + i, and all channels. Syncs."""
         if self.partner is None:
@@ -163,7 +179,7 @@ class KVTransform:
 
     def prepare(self) -> None:
         """Make the tables of GPU kernels now: it syncs, which cannot be captured in a graph."""
-        _ = self.mean_tables, self.pair_tables, self.pairs_are_halves
+        _ = self.mean_tables, self.pair_tables, self.split_angles, self.pairs_are_halves
         for dtype in _QUERY_DTYPES:
             self.first_tokens(dtype)
 

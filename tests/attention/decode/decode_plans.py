@@ -15,6 +15,7 @@ from halfbyte.attention import AttentionInputs, AttentionPlans
 from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode import plan as plans
 from halfbyte.attention.decode.plan import DecodePlan
+from halfbyte.attention.decode.recipe import NO_RECIPE, RecipeVariant
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.layouts import PageLayout
 
@@ -154,9 +155,9 @@ def inputs_of(step: Step, **changes: Any) -> AttentionInputs:
     return AttentionInputs(**{**fields, **changes})
 
 
-def make_plan(step: Step) -> DecodePlan:
+def make_plan(step: Step, recipe: RecipeVariant = NO_RECIPE) -> DecodePlan:
     """The plan by the launcher."""
-    return plans.make_plan(inputs_of(step))
+    return plans.make_plan(inputs_of(step), recipe)
 
 
 class Table(NamedTuple):
@@ -164,7 +165,9 @@ class Table(NamedTuple):
 
     span: int
     units: int
-    overhead: int
+    lead: int
+    """Positions before a work item's tiles."""
+    aligned: bool
     items: int
     token_records: np.ndarray
     """`[tokens, 8]`: first item of its sequence, where that begins, positions from one of them to
@@ -179,11 +182,12 @@ class Table(NamedTuple):
 def read(plan: DecodePlan, num_tokens: int) -> Table:
     data, view = plan.data.numpy(), plan.view
     units = data[view.units_offset : view.items_offset]
-    span, number_of_units, overhead, items = data[:4].tolist()
+    span, number_of_units, signed_lead, items = data[:4].tolist()
     return Table(
         span,
         number_of_units,
-        overhead,
+        abs(signed_lead),
+        signed_lead <= 0,
         items,
         data[4 : 4 + 8 * num_tokens].reshape(-1, 8),
         units[: len(units) // 12 * 12].reshape(-1, 12),
@@ -200,13 +204,13 @@ def shares(table: Table) -> list[Share]:
         index = int(table.unit_records[unit, 8])
         while True:
             start, _, _, first_tile, num_tiles = items[index][:5]
-            start += table.overhead
+            start += table.lead
             first, stop = max(0, begin - start), min(num_tiles, end - start)
             if first < stop:
                 found.append(Share(unit, index, first_tile + first, first_tile + stop))
             index += 1
             # Aligned plans give a unit one work item.
-            if table.overhead == 0 or index == table.items or items[index][0] >= end:
+            if table.aligned or index == table.items or items[index][0] >= end:
                 break
     return found
 

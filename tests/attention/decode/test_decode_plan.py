@@ -1,6 +1,5 @@
 """The plan of a decode step, by its CUDA source run on the CPU: complete, disjoint and balanced."""
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -24,10 +23,13 @@ from attention.decode.decode_plans import (
 from cuda_on_host import needs_compiler
 from halfbyte.attention.decode import plan as plans
 from halfbyte.attention.decode.plan import DecodePlan
+from halfbyte.attention.decode.recipe import NO_RECIPE, RecipeVariant
+from halfbyte.attention.decode.variant import stage_bytes
 
 pytestmark = needs_compiler
 
 UNTOUCHED = -77
+RECENT = RecipeVariant(recent=64)
 EDGES = {
     "one-token": Step([1], [1]),
     "nothing-cached": Step([0, 0, 0], [1, 2, 1]),
@@ -55,8 +57,8 @@ class Work(NamedTuple):
     col_tiles: int
 
 
-def work_of(step: Step, seq: int, tile: int, columns: int) -> Work:
-    """Tiles that any query token attends to, and number of blocks of query columns."""
+def work_of(step: Step, seq: int, tile: int, columns: int, least: int = 0) -> Work:
+    """Tiles that any query token attends to, at least so many, and blocks of query columns."""
     length, queries = step.lengths[seq], step.queries[seq]
     seen: set[int] = set()
     for position in range(length - queries, length):
@@ -64,6 +66,8 @@ def work_of(step: Step, seq: int, tile: int, columns: int) -> Work:
         if position >= 0:
             seen |= {oldest // tile, position // tile}
     tiles = range(min(seen), max(seen) + 1) if seen else range(0)
+    if queries and len(tiles) < least:
+        tiles = range(tiles.start, tiles.start + least)
     return Work(tiles, -(-queries * step.group // columns))
 
 
@@ -109,7 +113,7 @@ def assert_shares(step: Step, plan: DecodePlan, table: Table, works: list[Work])
     assert max(rows, default=0) < len(plan.partial_ml) // (step.kv_heads * plan.variant.columns)
     for a, b in pairwise(sorted(found, key=lambda share: (share.item, share.unit))):
         assert a.item != b.item or (b.unit == a.unit + 1 and a.stop == b.first)
-    if table.overhead == 0:
+    if table.aligned:
         assert len({share.unit for share in found}) == len(found), "a unit has two items"
     for unit, loads in groups(found).items():
         assert sum(share.stop - share.first for share in loads) <= table.span, unit
@@ -127,34 +131,41 @@ def smallest_span(
 ) -> int | None:
     """The smallest span of at least `least` with at most this many units."""
     spans = range(least, max(least, longest) + 1)
-    at = bisect_left(spans, True, key=lambda span: units(span) <= max_units)
-    return spans[at] if at < len(spans) else None
+    return next((span for span in spans if units(span) <= max_units), None)
 
 
-def expected_span(works: list[Work], tile: int, max_units: int) -> tuple[int, int]:
-    """Span and overhead: aligned chunks where they are as fast as the continuous layout.
+def expected_span(
+    works: list[Work], tile: int, max_units: int, recent: int
+) -> tuple[int, int, bool]:
+    """Span, lead, and whether chunks are aligned, where these are as fast as the continuous layout.
 
     Chunks have at least 128 tokens. Starting a work item costs as much as 64 tokens, which counts
-    in the continuous layout: there a unit may start one work item more.
+    in the continuous layout, and so do its recent tokens, as `recent` tiles: there a unit may start
+    one work item more. Chunks of up to eight tiles are not made shorter for recent tokens.
     """
     least, overhead = max(1, 128 // tile), max(1, 64 // tile)
     costs = np.array([(len(w.tiles), w.col_tiles) for w in works if w.tiles], int).reshape(-1, 2)
     tiles, items = costs.T
-    line = int(((tiles + overhead) * items).sum())
-    anywhere = smallest_span(least, lambda span: -(-line // span), max_units, line)
+
+    def lead(span: int) -> int:
+        return min(recent, span - 1) if span > 8 else 0
+
+    line = int(((tiles + overhead + recent) * items).sum())
+    whole = max(tiles, default=1) + recent
+    anywhere = -(-line // max_units)
     chunks = smallest_span(
-        least,
-        lambda span: int((-(-tiles // span) * items).sum()),
+        max(least, -(-int((tiles * items).sum()) // max_units)),
+        lambda span: int((-(-(tiles + lead(span)) // span) * items).sum()),
         max_units,
-        max(tiles, default=1),
+        max(whole, 9),
     )
-    assert anywhere is not None
-    if chunks is not None and chunks <= anywhere + overhead:
-        return chunks, 0
-    return anywhere, overhead
+    anywhere = max(least, anywhere)
+    if chunks is not None and chunks + recent - lead(chunks) <= anywhere + overhead + recent:
+        return chunks, lead(chunks), True
+    return anywhere, overhead + recent, False
 
 
-def make_guarded_plan(step: Step) -> tuple[DecodePlan, torch.Tensor, int]:
+def make_guarded_plan(step: Step, recipe: RecipeVariant) -> tuple[DecodePlan, torch.Tensor, int]:
     """The plan, memory that begins with its data and goes on `UNTOUCHED`, and `max_units`."""
     guarded: list[torch.Tensor] = []
 
@@ -167,17 +178,18 @@ def make_guarded_plan(step: Step) -> tuple[DecodePlan, torch.Tensor, int]:
     with pytest.MonkeyPatch.context() as patch, on_host(step) as launched:
         patch.setattr(torch, "empty", empty)
         patch.setattr(plans, "_MAX_PARTIAL_BYTES", 2**60)
-        plan = make_plan(step)
+        plan = make_plan(step, recipe)
     assert [name for name, _ in launched] == ["plan_work"]
     return plan, guarded[0], launched[0][1].max_units
 
 
-def assert_planned(step: Step) -> Table:
+def assert_planned(step: Step, recipe: RecipeVariant = NO_RECIPE) -> Table:
     num_tokens = step.starts[-1]
-    plan, memory, max_units = make_guarded_plan(step)
+    plan, memory, max_units = make_guarded_plan(step, recipe)
     table = read(plan, num_tokens)
     tile, columns = plan.variant.tile, plan.variant.columns
-    works = [work_of(step, seq, tile, columns) for seq in range(len(step.lengths))]
+    least = int(recipe.recent > 0)
+    works = [work_of(step, seq, tile, columns, least) for seq in range(len(step.lengths))]
 
     assert table.items == sum(work.col_tiles for work in works)
     assert table.units <= max_units
@@ -185,9 +197,11 @@ def assert_planned(step: Step) -> Table:
     assert (memory[4 + 8 * num_tokens : plan.view.units_offset] == UNTOUCHED).all()
     assert (table.unit_records[table.units :] == UNTOUCHED).all()
     assert (table.item_records[table.items :] == UNTOUCHED).all()
-    fixed = (512 // tile, 0)
-    expected = fixed if step.batch_invariant else expected_span(works, tile, max_units)
-    assert (table.span, table.overhead) == expected
+    fixed = (512 // tile, 0, True)
+    # Bytes of recent tokens in 16 bits, over those of a tile.
+    recent = round(4 * recipe.recent * step.head_size / stage_bytes(step.layout, tile))
+    expected = fixed if step.batch_invariant else expected_span(works, tile, max_units, recent)
+    assert (table.span, table.lead, table.aligned) == expected
     assert_records(step, table, works)
     assert_shares(step, plan, table, works)
     return table
@@ -195,19 +209,27 @@ def assert_planned(step: Step) -> Table:
 
 @pytest.mark.parametrize("step", EDGES.values(), ids=EDGES)
 def test_plan_of_edge_cases(step: Step) -> None:
-    assert_planned(step)
-    assert_planned(replace(step, batch_invariant=True))
+    for recipe in (NO_RECIPE, RECENT):
+        assert_planned(step, recipe)
+        assert_planned(replace(step, batch_invariant=True), recipe)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_plan_of_random_batches(seed: int) -> None:
     for i in range(20):
-        assert_planned(random_step(100 * seed + i))
+        assert_planned(random_step(100 * seed + i), RECENT if i % 2 else NO_RECIPE)
 
 
 def test_both_orders_of_the_line_are_used() -> None:
-    assert assert_planned(EDGES["same-lengths"]).overhead == 0
-    assert assert_planned(EDGES["more-items-than-units"]).overhead == 1
+    assert assert_planned(EDGES["same-lengths"])[2:4] == (0, True)
+    assert assert_planned(EDGES["more-items-than-units"])[2:4] == (1, False)
+
+
+def test_units_with_recent_tokens_have_fewer_tiles() -> None:
+    """64 tokens of 512 bytes are as much as four tiles of 64 tokens: 62 and 66 tiles of 128."""
+    table = assert_planned(EDGES["same-lengths"], RECENT)
+    assert (table.span, table.lead, table.aligned) == (66, 4, True)
+    assert [share.stop - share.first for share in shares(table)] == [62, 66] * 64
 
 
 def test_fixed_spans_cut_a_sequence_alike_in_every_batch() -> None:

@@ -106,7 +106,7 @@ def test_recipes_spill_nothing_in_tiles(head_size: int, group: int, tmp_path: Pa
     variant = choose_variant(layout, group, 1.0, False, 90, recipe)
     assert variant is not None
     code = _code(variant, layout, group, tmp_path, recipe)
-    without = variant._replace(means=False, kept_pairs=0)
+    without = variant._replace(means=False, kept_pairs=0, keeps_angles=False)
     plain = _code(without, layout, group, tmp_path, RecipeVariant())
     assert not _SPILL.search(plain)
     assert len(_SPILL.findall(code)) <= 24

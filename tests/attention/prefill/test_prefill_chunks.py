@@ -252,6 +252,8 @@ def test_calls_beyond_the_workspace_take_the_general_kernel() -> None:
         ({}, [(512, 512)] * 16, " ".join(["pytorch"] * 16)),
         ({}, [(512, 512)] * 2, "own own"),
         ({}, [(256, 256)] * 16, " ".join(["pytorch"] * 16)),
+        ({}, [(2048, 1984)] * 4, " ".join(["pytorch"] * 4)),
+        ({}, [(2048, 1990)] * 4, " ".join(["own"] * 4)),
         ({}, [(513, 513)] * 16, " ".join(["own"] * 16)),
         ({"softcap": 5.0}, [(2048, 2048), (12, 4000)], "own general"),
         ({"head_size": 64}, [(2048, 2048), (12, 4000)], "own general"),
@@ -291,7 +293,13 @@ def test_who_takes_which_sequence(
         for token, count, *_ in chunks.work.tolist():
             taken |= dict.fromkeys(range(token, token + count), "own")
     for long in plan.long:
-        end = long.query_begin + long.count * long.queries
-        taken |= dict.fromkeys(range(long.query_begin, end), "pytorch")
-    wanted = [taker for n, taker in zip(queries, takers.split(), strict=True) for _ in range(n)]
+        for begin in range(long.query_begin, sum(queries), long.stride)[: long.count]:
+            taken |= dict.fromkeys(range(begin, begin + long.queries), "pytorch")
+    if plan.empty is not None:
+        taken |= dict.fromkeys(plan.empty.tolist(), "nobody")
+    wanted = [
+        "nobody" if i < n - length else taker
+        for (n, length), taker in zip(lens, takers.split(), strict=True)
+        for i in range(n)
+    ]
     assert [taken[i] for i in range(sum(queries))] == wanted

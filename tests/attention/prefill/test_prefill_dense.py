@@ -145,6 +145,28 @@ def test_prompts_that_are_alike_share_a_call(
     assert_dense(case, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("seq_lens", "counts"),
+    [
+        ((192, 192), [2]),
+        ((192, 192, 20), [2, 1]),
+        slow((240, 240, 192, 192, 256), [2, 2, 1]),
+        ((250, 250), [1, 1]),  # would be a shape of its own
+    ],
+    ids=str,
+)
+def test_prompts_without_their_last_tokens_share_a_call(
+    seq_lens: tuple[int, ...], counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a prompt of 256 tokens the pages have 192 keys, if 64 are recent: 64 rows see none."""
+    query_lens = tuple(20 if n == 20 else 256 for n in seq_lens)
+    sizes = {"workspace_tokens": 600, "max_queries": 300}
+    case = make_small({"query_lens": query_lens, "seq_lens": seq_lens}, monkeypatch, **sizes)
+    plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
+    assert [long.count for long in plan.long] == counts
+    assert_dense(case, "cpu")
+
+
 def test_layers_that_differ_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = {"query_lens": (20, 33, 2), "seq_lens": (20, 60, 44)}
     plans = AttentionPlans()

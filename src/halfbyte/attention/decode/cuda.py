@@ -40,7 +40,7 @@ class _Output(ctypes.Structure):
 
 
 class _Params(ctypes.Structure):
-    """`Params` of `loader.cuh`."""
+    """`Params` of `params.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "pages", "partial_out", "partial_ml")),

@@ -31,7 +31,8 @@
 //   DUPLICATE                1 for work items of four columns of nvfp4 (N_TILES 1), see below
 //   COLS                     columns of a work item: 4 with DUPLICATE, else 8 * N_TILES
 //   ROTATE                   1 if K was rotated before it was packed
-//   SEGMENT, PAIRS, PAIRS_ARE_HALVES, KEEPS_COEFFICIENTS  for means that were subtracted from K (means.cuh), else 0
+//   SEGMENT, PAIRS, PAIRS_ARE_HALVES, KEEPS_COEFFICIENTS, KEEPS_ANGLES  for means that were subtracted from K
+//                            (means.cuh), else 0
 //   RECENT, KNOWS_FIRST, MARK  for keys that are not in the pages (recent.cuh), else 0
 //   Q_SHARED                 1 to keep q in shared memory, after the ring: for many columns
 //
@@ -69,19 +70,56 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
                                        Share share, QueryWords& words, const MeanInputs& means,
                                        const KeyInputs& keys, Loader& loader, u32& tile) {
   const u32 behind_ring = loader.ring + STAGES * STAGE_BYTES;
-  const int constant = find_constant(p, item, keys, head, share.first);
-  const Visible visible(p, item, constant >= 0);
-  Bias bias(p, item, head, means, behind_ring + Q_BYTES);
   Sums sums;
+  auto next_stage = [&]() {
+    tile = tile + STAGE_BYTES == loader.ring + STAGES * STAGE_BYTES ? loader.ring : tile + STAGE_BYTES;
+  };
 #if HAS_INITIAL
-  const Rounds rounds(p, item, share, loader.header.span);
-  if (rounds.any()) add_keys(RecentRows(p, item, keys, head, constant), rounds, words, sums);
+  RecentRows rows(p, item, keys, head);
+  const OwnRounds own(rows, Rounds(p, item, share, loader.header.span));
+#endif
+  // Loads stage i, counted from the rounds of recent tokens on.
+  auto load_stage = [&](int i) {
+#if STAGES_RECENT
+    if (i < own.count) {
+      StagedRound{loader.target}.load(rows, own.start(i));
+      loader.commit();
+      return;
+    }
+#endif
+    loader.step();
+  };
+  auto wait_for_stage = [&]() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+    __syncwarp();
+  };
+  const FirstMark first(p, item, keys, head, share.first);
+  if (RESTARTS)
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; i++) load_stage(i);
+  Bias bias(p, item, head, share, means, behind_ring + Q_BYTES);
+  const int constant = first.constant();
+  const Visible visible(p, item, constant >= 0);
+#if HAS_INITIAL
+  rows.constant = constant;
+  if (constant >= 0) prefetch_constant(rows);
+#if STAGES_RECENT
+#pragma unroll 1
+  for (int i = 0; i < own.count; i++, next_stage()) {
+    wait_for_stage();
+    load_stage(i + STAGES - 1);
+    add_round(rows, own.start(i), StagedRound{tile}, words, sums);
+  }
+#else
+  add_rounds(rows, own, words, sums);
+#endif
+  if (constant >= 0) add_constant(rows, words, sums);
+  if (constant >= 0 || own.count > 0) to_stored_units(p, sums);
 #endif
   words.rotate();
   const Query query(p, item, words, behind_ring);
-  for (int t = share.first; t < share.stop; t++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
-    __syncwarp();
+  for (int t = share.first; t < share.stop; t++, next_stage()) {
+    wait_for_stage();
     loader.step();
 
     const int position = t * TILE;
@@ -97,8 +135,6 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
     } else {
       attend_tile<HALVES>(p, item, query, visible, bias, position, tile, sums);
     }
-    tile = tile + STAGE_BYTES == loader.ring + STAGES * STAGE_BYTES ? loader.ring
-                                                                     : tile + STAGE_BYTES;
   }
   sums.write_results(p, item, head, row, share.stop - share.first == item.num_tiles);
 }
@@ -106,8 +142,8 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
 extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32;
-  const u32 ring =
-      shared_address(shared) + warp * (STAGES * STAGE_BYTES + Q_BYTES + COEFFICIENT_BYTES + BIAS_BYTES);
+  constexpr u32 WARP_BYTES = STAGES * STAGE_BYTES + Q_BYTES + COEFFICIENT_BYTES + BIAS_BYTES + ANGLE_BYTES;
+  const u32 ring = shared_address(shared) + warp * WARP_BYTES, behind_query = ring + STAGES * STAGE_BYTES + Q_BYTES;
   prefetch_tables(p);
   wait_for_previous();  // for the plan, too
   allow_next();  // the merge kernel may launch now: it waits for the results
@@ -119,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
     const Unit unit = p.plan.unit(number);
     // Loaded before the first tiles, because it would queue behind their bytes.
     QueryWords words(p, unit.item, head);
-    MeanInputs means(p, unit.item, head, share_of(header, unit.item, number));
+    MeanInputs means(p, unit.item, head, share_of(header, unit.item, number), behind_query);
     KeyInputs keys(p, unit.item, share_of(header, unit.item, number), header.span);
     Loader loader(p, header, unit, head, number, ring);
     u32 tile = ring;
@@ -131,8 +167,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
         attend(p, item, head, number + index, share, words, means, keys, loader, tile);
       if (!next_item_in_unit(p, header, ++index, number, item)) break;
       words = QueryWords(p, item, head);
-      means = MeanInputs(p, item, head, share_of(header, item, number));
+      means = MeanInputs(p, item, head, share_of(header, item, number), behind_query);
       keys = KeyInputs(p, item, share_of(header, item, number), header.span);
+      if (RESTARTS) loader.restart(item, tile);
     }
     asm volatile("cp.async.wait_all;");
     __syncwarp();

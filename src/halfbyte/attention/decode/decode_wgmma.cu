@@ -217,9 +217,10 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
   const int columns = GROUP * queries;
   const u32 ring = ring_address();
   const KeyInputs keys(p, item, share, loader.header.span);  // not earlier: registers would not suffice
-  const int constant_index = find_constant(p, item, keys, head, share.first);
+  const int constant_index = FirstMark(p, item, keys, head, share.first).constant();
 #if HAS_INITIAL
-  const RecentRows rows(p, item, keys, head, constant_index);
+  RecentRows rows(p, item, keys, head);
+  rows.constant = constant_index;
 #endif
   stage_query(p, item, head, ring);
 

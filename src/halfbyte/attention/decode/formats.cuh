@@ -46,6 +46,11 @@ __device__ __forceinline__ void cp_async4(u32 dst, const void* src) {
 }
 #endif
 
+// Through L1, for data that several warps of an SM read.
+__device__ __forceinline__ void cp_async16_cached(u32 dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src));
+}
+
 __device__ __forceinline__ void cp_async16_if(bool wanted, u32 dst, const void* src) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(dst),

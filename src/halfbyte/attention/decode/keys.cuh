@@ -12,7 +12,6 @@
 #include "attention/decode/values.cuh"
 
 #define HAS_INITIAL (RECENT || KNOWS_FIRST)
-#define SHORT_SPAN 8  // tiles
 
 #if defined(Q_BF16)
 #define OF_BF16 true
@@ -62,20 +61,27 @@ struct KeyInputs {
   }
 };
 
-// Index of the constant that the page marks at position 0, if any column attends to it; else -1.
-__device__ __forceinline__ int find_constant(const Params& p, const WorkItem& item, const KeyInputs& from, int head,
-                                             int first_tile) {
+// What the page has at position 0, if any column attends to it: loaded now, looked at later.
+struct FirstMark {
 #if KNOWS_FIRST
-  // Of the columns whose query position is >= 0, the first one's window reaches back the furthest.
-  const int columns = GROUP * item.queries, first = max(item.col_tile * COLS, (item.queries - item.length) * GROUP);
-  if (first_tile > 0 || first >= min((item.col_tile + 1) * COLS, columns) || !sees_first(p, item, first)) return -1;
-  const u8* start = (const u8*)page_address((u64)p.pages, from.page, p.page_stride);
-  const int mark = start[K_SCALE + head * K_SCALE_HEAD], index = start[K_DATA + head * K_DATA_HEAD];
-  return mark == MARK ? index : -1;
+  u32 mark = 0, index;
+
+  __device__ __forceinline__ FirstMark(const Params& p, const WorkItem& item, const KeyInputs& from, int head,
+                                       int first_tile) {
+    // Of the columns whose query position is >= 0, the first one's window reaches back the furthest.
+    const int columns = GROUP * item.queries, first = max(item.col_tile * COLS, (item.queries - item.length) * GROUP);
+    if (first_tile > 0 || first >= min((item.col_tile + 1) * COLS, columns) || !sees_first(p, item, first)) return;
+    const u8* start = (const u8*)page_address((u64)p.pages, from.page, p.page_stride);
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(mark) : "l"(start + K_SCALE + head * K_SCALE_HEAD));
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(index) : "l"(start + K_DATA + head * K_DATA_HEAD));
+  }
+  // Index of the constant that is marked; -1 for none.
+  __device__ __forceinline__ int constant() const { return mark == MARK ? (int)index : -1; }
 #else
-  return -1;
+  __device__ __forceinline__ FirstMark(const Params&, const WorkItem&, const KeyInputs&, int, int) {}
+  __device__ __forceinline__ int constant() const { return -1; }
 #endif
-}
+};
 
 #if HAS_INITIAL
 // Rows of K and V of a work item's recent tokens.
@@ -84,12 +90,11 @@ struct RecentRows {
   const WorkItem& item;
   int head, begin, stop;  // positions that any column sees: begin <= position < stop
   int first_query;        // position of the sequence's first query token
-  int constant;           // index of the first token's constant; -1 for none
+  int constant;           // index of the first token's constant; -1 for none or not known
   u32 ring_row, slot;     // first row of this head's ring, and in it the slot of `begin`
 
-  __device__ __forceinline__ RecentRows(const Params& p, const WorkItem& item, const KeyInputs& from, int head,
-                                        int constant)
-      : p(p), item(item), head(head), begin(0), stop(0), first_query(0), constant(constant), ring_row(0), slot(0) {
+  __device__ __forceinline__ RecentRows(const Params& p, const WorkItem& item, const KeyInputs& from, int head)
+      : p(p), item(item), head(head), begin(0), stop(0), first_query(0), constant(-1), ring_row(0), slot(0) {
 #if RECENT
     first_query = from.length - item.queries;
     const int columns = GROUP * item.queries, column = item.col_tile * COLS;

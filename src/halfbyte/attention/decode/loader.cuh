@@ -7,44 +7,7 @@
 
 #pragma once
 #include "attention/decode/formats.cuh"
-#include "attention/decode/output.cuh"
-
-// What the kernels read beside the pages if a recipe changed K or keeps recent tokens in 16 bits.
-struct Recipe {
-  // Means of K (kvcache/transform.py, PairTables): int32 [PAIRS], float32 [segments, PAIRS], and
-  // float32 [KV_HEADS, PAIRS].
-  const int *low, *high;
-  const float *cosines, *sines, *low_mean, *high_mean;
-  // First tokens that are constants: [constants, KV_HEADS, HEAD_SIZE], [constants, KV_HEADS, HEAD_SIZE_V].
-  const u16 *first_keys, *first_values;
-  // Recent tokens: rings [entries, KV_HEADS, ring, HEAD_SIZE or HEAD_SIZE_V], and K and V of this step.
-  const u16 *ring_keys, *ring_values, *new_keys, *new_values;
-  const int* entries;   // of the sequences in the rings
-  const int* seq_lens;  // with the recent tokens, which the plan leaves out
-  u64 key_stride_token, key_stride_head, value_stride_token, value_stride_head;  // elements
-  u32 ring;
-  int reach;  // min(RECENT, window)
-  int align;  // recent tokens are read in rounds that start at a multiple of this power of two
-  int mean_segments;
-};
-
-struct Params {
-  const void* query;      // [tokens, heads, HEAD_SIZE]
-  const u8* pages;
-  float* partial_out;     // [rows, KV_HEADS, COLS, HEAD_SIZE_V], of work items split across units
-  float2* partial_ml;     // [rows, KV_HEADS, COLS]: (max in base 2, sum)
-  PlanView plan;
-  const int* block_tables;
-  const float* k_scale;
-  const float* v_scale;
-  u64 query_stride_token, query_stride_head;  // elements
-  u32 page_stride;                            // bytes
-  int max_pages, num_seqs;
-  float softmax_scale, softcap;
-  int window;
-  Output output;  // for work items covered by a single unit
-  Recipe recipe;
-};
+#include "attention/decode/params.cuh"
 
 #define ROW_K (HEAD_SIZE * BITS(K_KIND) / 8)
 #define ROW_V (HEAD_SIZE_V * BITS(V_KIND) / 8)
@@ -72,6 +35,7 @@ struct Params {
 #define STAGE_BYTES (TILE / SPAN * SPAN_BYTES)
 #define Q_BYTES (Q_SHARED ? N_TILES * STEPS_K * 256 : 0)
 // For means of K (means.cuh), per warp of decode.cu.
+#define ANGLE_BYTES (KEEPS_ANGLES ? 16 * PAIRS * 8 : 0)
 #define MEAN_LANES (COLS < 8 ? 4 * COLS : 32)
 #define COEFFICIENT_BYTES (KEEPS_COEFFICIENTS ? N_TILES * (PAIRS / 8) * MEAN_LANES * 16 : 0)
 #define BIAS_BYTES (SEGMENT ? 16 * COLS * 4 : 0)
@@ -79,6 +43,11 @@ struct Params {
 #ifndef RING_WARPS
 #define RING_WARPS 1
 #endif
+// Recent tokens that come through the ring, as stages in front of a work item's tiles; 0 if a stage has no room for 16.
+#define STAGED_ROW (2 * (HEAD_SIZE + HEAD_SIZE_V))
+#define STAGES_RECENT (RECENT && RING_WARPS == 1 && 16 * STAGED_ROW <= STAGE_BYTES)
+// Whether the ring starts again with every work item, instead of loading the next one's tiles ahead.
+#define RESTARTS (STAGES_RECENT || KEEPS_ANGLES)
 // Each warp has 16 tokens of every 64 of a tile. All addresses are computed once, except pages.
 #define SHARED_RING (HND && RING_WARPS > 1)
 
@@ -120,7 +89,7 @@ struct Share {
 };
 
 __device__ __forceinline__ Share share_of(const PlanHeader& header, const WorkItem& item, int unit) {
-  const int begin = unit * header.span, start = item.begin + header.overhead;
+  const int begin = unit * header.span, start = item.begin + header.lead();
   return {item.first_tile + max(0, begin - start),
           item.first_tile + min(item.num_tiles, begin + header.span - start)};
 }
@@ -128,7 +97,7 @@ __device__ __forceinline__ Share share_of(const PlanHeader& header, const WorkIt
 // Loads work item `index`; whether it starts within the unit, after the unit's earlier ones.
 __device__ __forceinline__ bool next_item_in_unit(const Params& p, const PlanHeader& header, int index,
                                         int unit, WorkItem& item) {
-  if (header.overhead == 0 || index >= header.items) return false;
+  if (header.is_aligned() || index >= header.items) return false;
   item = p.plan.item(index);
   return item.begin < (unit + 1) * header.span;
 }
@@ -168,7 +137,7 @@ struct Tiles {
 
   __device__ __forceinline__ bool next_item() {
     WorkItem item;
-    if (!next_item_in_unit(p, header, ++index, unit, item)) return false;
+    if (RESTARTS || !next_item_in_unit(p, header, ++index, unit, item)) return false;
     enter(item);
     return true;
   }
@@ -224,11 +193,18 @@ struct Loader : Tiles {
                                                              : OFF_SF_V + row * SF_V - SF_K * 16));
 #endif
     begin(first_unit.item);
+    load_page_ids();
+    if (RESTARTS) return;  // attend() does the rest
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) {
-      if (i == 0) load_page_ids();
-      step();
-    }
+    for (int i = 0; i < STAGES - 1; i++) step();
+  }
+
+  // Goes to the unit's next work item, whose first stage will be `stage`.
+  __device__ __forceinline__ void restart(const WorkItem& item, u32 stage) {
+    __syncwarp();  // all lanes have read the last one
+    enter(item);
+    load_page_ids();
+    target = stage;
   }
 
   // This warp's first token in a tile.
@@ -254,8 +230,13 @@ struct Loader : Tiles {
       load();
       advance();
     }
-    asm volatile("cp.async.commit_group;");
+    commit();
     load_page_ids();
+  }
+
+  // Ends a stage.
+  __device__ __forceinline__ void commit() {
+    asm volatile("cp.async.commit_group;");
     target = target + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : target + STAGE_BYTES;
   }
 

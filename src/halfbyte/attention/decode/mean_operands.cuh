@@ -25,10 +25,26 @@ __device__ __forceinline__ void split(u32& high, u32& low, float x, float y) {
 // the cosine and the sine of one pair.
 __device__ __forceinline__ int first_pair(int sixteen) { return sixteen * 16 + (threadIdx.x & 3) * 4; }
 
-// A lane's cosines and sines for segments g and g + 8 of 16, and COUNT of the pairs.
+// Offset of 16 bytes of a row in a copy of 16 segments' angles; the XOR avoids bank conflicts between neighbouring rows.
+__device__ __forceinline__ u32 angle_offset(int row, int chunk) {
+  return (row * (PAIRS / 2) + (chunk ^ (row & 1))) * 16;
+}
+
+// Asynchronously copies the angles of 16 segments to shared memory; a warp calls it.
+__device__ __forceinline__ void prefetch_angles(const Params& p, u32 copy, int first_segment) {
+#pragma unroll 4
+  for (int i = threadIdx.x & 31; i < 16 * (PAIRS / 2); i += 32) {
+    const int row = i / (PAIRS / 2), chunk = i % (PAIRS / 2);
+    // After the last mean, the last one applies, as in the store.
+    const u32 from = min(first_segment + row, p.recipe.mean_segments - 1) * (PAIRS * 2) + chunk * 4;
+    cp_async16_cached(copy + angle_offset(row, chunk), p.recipe.angles + from);
+  }
+}
+
+// A lane's angles of segments g and g + 8, and COUNT of the pairs, as words of A: both parts of each pair.
 template <int COUNT>
 struct Angles {
-  float cosine[2][COUNT / 4], sine[2][COUNT / 4];
+  u32 words[2][COUNT / 4][2];
 
   __device__ __forceinline__ void load(const Params& p, int first_segment, int first) {
     const int g = (threadIdx.x & 31) >> 2;
@@ -37,18 +53,40 @@ struct Angles {
       // After the last mean, the last one applies, as in the store.
       const u32 row = min(first_segment + g + 8 * i, p.recipe.mean_segments - 1) * PAIRS + first;
 #pragma unroll
-      for (int j = 0; j < COUNT / 16; j++) {
-        load4(cosine[i] + 4 * j, p.recipe.cosines + row + first_pair(j));
-        load4(sine[i] + 4 * j, p.recipe.sines + row + first_pair(j));
-      }
+      for (int j = 0; j < COUNT / 16; j++)
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+          const uint4 x = *(const uint4*)(p.recipe.angles + 2 * (row + first_pair(j) + k));
+          keep(i, 4 * j + k, x.x, x.y, x.z, x.w);
+        }
     }
+  }
+
+  // The same from a copy that prefetch_angles made.
+  __device__ __forceinline__ void load_copy(u32 copy, int first) {
+    const int g = (threadIdx.x & 31) >> 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int j = 0; j < COUNT / 16; j++)
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+          u32 x[4];
+          load_words<4>(x, copy + angle_offset(g + 8 * i, (first + first_pair(j) + k) / 2));
+          keep(i, 4 * j + k, x[0], x[1], x[2], x[3]);
+        }
+  }
+
+  __device__ __forceinline__ void keep(int i, int pair, u32 high, u32 low, u32 next_high, u32 next_low) {
+    words[i][pair][0] = high, words[i][pair][1] = low;
+    words[i][pair + 1][0] = next_high, words[i][pair + 1][1] = next_low;
   }
 
   // Operand A of a k step, as sums of two numbers.
   __device__ __forceinline__ void operands(u32* high, u32* low, int step) const {
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      split(high[i], low[i], cosine[i % 2][2 * step + i / 2], sine[i % 2][2 * step + i / 2]);
+      high[i] = words[i % 2][2 * step + i / 2][0], low[i] = words[i % 2][2 * step + i / 2][1];
   }
 };
 
@@ -90,17 +128,27 @@ __device__ __forceinline__ void coefficient_words(u32* words, const QueryPairs& 
   }
 }
 
-// sums += A B of a k step, with both operands split.
-__device__ __forceinline__ void add_product(float* sums, const u32* high, const u32* low, const u32* b) {
-  mma<true>(sums, low, b[0], b[1]);
-  mma<true>(sums, high, b[2], b[3]);
-  mma<true>(sums, high, b[0], b[1]);
-}
+// Sums of A B over k steps. The products with lower parts have sums of their own, so that matmuls do not wait for one
+// another; APART: 0 where registers would not suffice.
+template <int APART>
+struct ProductSums {
+  float of[1 + 2 * APART][4] = {};
+
+  // Adds a k step, with both operands split.
+  __device__ __forceinline__ void add(const u32* high, const u32* low, const u32* b) {
+    mma<true>(of[APART], low, b[0], b[1]);
+    mma<true>(of[2 * APART], high, b[2], b[3]);
+    mma<true>(of[0], high, b[0], b[1]);
+  }
+  __device__ __forceinline__ float total(int i) const {
+    return APART ? (of[APART][i] + of[2 * APART][i]) + of[0][i] : of[0][i];
+  }
+};
 
 // Adds 16 pairs from `pair` on to the sums of eight columns; `step` is their first k step in `angles`.
-template <int COUNT>
-__device__ __forceinline__ void add_pairs(const Params& p, float* sums, const Angles<COUNT>& angles, int step, u64 row,
-                                          int head, int pair) {
+template <int COUNT, int APART>
+__device__ __forceinline__ void add_pairs(const Params& p, ProductSums<APART>& sums, const Angles<COUNT>& angles,
+                                          int step, u64 row, int head, int pair) {
   QueryPairs query;
   MeanPairs mean;
   query.load(p, row, pair + first_pair(0));
@@ -110,7 +158,7 @@ __device__ __forceinline__ void add_pairs(const Params& p, float* sums, const An
     u32 high[4], low[4], b[4];
     angles.operands(high, low, step + i);
     coefficient_words(b, query, mean, i);
-    add_product(sums, high, low, b);
+    sums.add(high, low, b);
   }
 }
 #endif

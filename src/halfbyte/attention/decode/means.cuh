@@ -3,14 +3,15 @@
 //
 // Macros: those of mean_operands.cuh.
 //   KEEPS_COEFFICIENTS  1 to compute the coefficients once per work item and keep them in shared memory, too
+//   KEEPS_ANGLES        1 to copy cosines and sines of the next 16 segments to shared memory while the tiles before them
+//                       are processed, so that no warp waits for them; needs KEEPS_COEFFICIENTS
 
 #pragma once
 #include "attention/decode/mean_operands.cuh"
 #include "attention/decode/scores.cuh"
 
-// Pairs whose angles a lane has at a time, and whether it has the first ones early.
-#define LOADED (!KEEPS_COEFFICIENTS ? 16 : PAIRS < 64 ? PAIRS : 64)
-#define EARLY_ANGLES (DUPLICATE && KEEPS_COEFFICIENTS)
+// Pairs whose angles a lane has at a time: from global memory more hide more latency.
+#define LOADED (!KEEPS_COEFFICIENTS || KEEPS_ANGLES ? 16 : PAIRS < 64 ? PAIRS : 64)
 
 // What the coefficients and the first biases are computed from, loaded early to hide its latency.
 struct MeanInputs {
@@ -18,12 +19,9 @@ struct MeanInputs {
   QueryPairs query[N_TILES][PAIRS / 16];
   MeanPairs mean[PAIRS / 16];
 #endif
-#if EARLY_ANGLES
-  int first;              // segment
-  Angles<LOADED> angles;  // of the first pairs; other kernels have no registers left for them
-#endif
-
-  __device__ __forceinline__ MeanInputs(const Params& p, const WorkItem& item, int head, Share share) {
+  // `behind_query`: as for Bias. All lanes have read what is there.
+  __device__ __forceinline__ MeanInputs(const Params& p, const WorkItem& item, int head, Share share,
+                                        u32 behind_query) {
 #if KEEPS_COEFFICIENTS
     const int g = (threadIdx.x & 31) >> 2;
 #pragma unroll
@@ -36,12 +34,16 @@ struct MeanInputs {
       }
     }
 #endif
-#if EARLY_ANGLES
-    first = share.first * TILE / SEGMENT;
-    angles.load(p, first, 0);
+#if KEEPS_ANGLES
+    if (share.first < share.stop)
+      prefetch_angles(p, behind_query + COEFFICIENT_BYTES + BIAS_BYTES, share.first * TILE / SEGMENT);
 #endif
   }
 };
+
+#if SEGMENT
+using BiasSums = ProductSums<N_TILES == 1>;
+#endif
 
 // Biases of a lane's columns for the current tile.
 struct Bias {
@@ -49,15 +51,15 @@ struct Bias {
   const WorkItem& item;
   int head;
   u32 coefficients;  // address of this lane's
-  u32 table;         // floats [16, COLS]: biases of the segments from `first` on
-  int first;
+  u32 table;         // floats [16, COLS]: biases of the segments from `first` on; behind it angles
+  int first, last;   // last: of the unit's share
   float scale;       // from q . mean to a logit
   float of[N_TILES][2];
 
-  // `behind_query`: shared-memory address of COEFFICIENT_BYTES + BIAS_BYTES.
-  __device__ __forceinline__ Bias(const Params& p, const WorkItem& item, int head, const MeanInputs& from,
+  // `behind_query`: shared-memory address of COEFFICIENT_BYTES + BIAS_BYTES + ANGLE_BYTES.
+  __device__ __forceinline__ Bias(const Params& p, const WorkItem& item, int head, Share share, const MeanInputs& from,
                                   u32 behind_query)
-      : item(item), head(head), first(-16), scale(p.softmax_scale * (SOFTCAP ? 1.0f : LOG2E)) {
+      : item(item), head(head), first(-16), last((share.stop - 1) * TILE / SEGMENT), scale(p.softmax_scale * (SOFTCAP ? 1.0f : LOG2E)) {
     const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
     coefficients = behind_query + (g % COLS * 4 + c) * 16;
     table = behind_query + COEFFICIENT_BYTES;
@@ -72,39 +74,38 @@ struct Bias {
       }
     __syncwarp();
 #endif
-#if EARLY_ANGLES
-    first = from.first;
-    fill(p, from.angles);
-#endif
   }
 
   __device__ __forceinline__ u32 address(int n, int step) const {
     return coefficients + (n * (PAIRS / 8) + step) * (MEAN_LANES * 16);
   }
 
-  // Computes the biases of 16 segments. `angles`: theirs, of the first pairs.
-  __device__ __forceinline__ void fill(const Params& p, const Angles<LOADED>& angles) {
+  // Computes the biases of 16 segments.
+  __device__ __forceinline__ void fill(const Params& p) {
     const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-    float sums[N_TILES][4] = {};
-    add(p, sums, angles, 0);
-#pragma unroll 1
-    for (int pair = LOADED; pair < PAIRS; pair += LOADED) {
-      Angles<LOADED> next;
-      next.load(p, first, pair);
-      add(p, sums, next, pair / 8);
+    BiasSums sums[N_TILES];
+#pragma unroll(KEEPS_ANGLES ? 2 : 1)
+    for (int pair = 0; pair < PAIRS; pair += LOADED) {
+      Angles<LOADED> angles;
+      if (KEEPS_ANGLES)
+        angles.load_copy(table + BIAS_BYTES, pair);
+      else
+        angles.load(p, first, pair);
+      add(p, sums, angles, pair / 8);
     }
-    __syncwarp();  // all lanes have read the earlier ones
+    __syncwarp();  // all lanes have read the earlier ones, and the angles
+    if (KEEPS_ANGLES && first + 16 <= last) prefetch_angles(p, table + BIAS_BYTES, first + 16);
     if (2 * c < COLS)
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          store_float2(table + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums[n][2 * i] * scale,
-                       sums[n][2 * i + 1] * scale);
+          store_float2(table + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums[n].total(2 * i) * scale,
+                       sums[n].total(2 * i + 1) * scale);
     __syncwarp();
   }
 
-  __device__ __forceinline__ void add(const Params& p, float (*sums)[4], const Angles<LOADED>& angles, int first_step) {
+  __device__ __forceinline__ void add(const Params& p, BiasSums* sums, const Angles<LOADED>& angles, int first_step) {
 #if KEEPS_COEFFICIENTS
 #pragma unroll
     for (int step = 0; step < LOADED / 8; step++) {
@@ -114,7 +115,7 @@ struct Bias {
       for (int n = 0; n < N_TILES; n++) {
         u32 b[4];
         load_words<4>(b, address(n, first_step + step));
-        add_product(sums[n], high, low, b);
+        sums[n].add(high, low, b);
       }
     }
 #else
@@ -132,9 +133,7 @@ struct Bias {
     const int segment = position / SEGMENT;
     if ((u32)(segment - first) >= 16) {
       first = segment;
-      Angles<LOADED> angles;
-      angles.load(p, first, 0);
-      fill(p, angles);
+      fill(p);
     }
     const u32 row = table + ((segment - first) * COLS + 2 * (threadIdx.x & 3) % COLS) * 4;
 #pragma unroll
@@ -151,7 +150,7 @@ struct Bias {
     return SOFTCAP ? shift : shift + of[n][i];
   }
 #else
-  __device__ __forceinline__ Bias(const Params&, const WorkItem&, int, const MeanInputs&, u32) {}
+  __device__ __forceinline__ Bias(const Params&, const WorkItem&, int, Share, const MeanInputs&, u32) {}
   __device__ __forceinline__ void step(const Params&, int) {}
   __device__ __forceinline__ float plus(float logit, int, int) const { return logit; }
   __device__ __forceinline__ float shifted(float shift, int, int) const { return shift; }

@@ -35,7 +35,7 @@ struct Bias {
 #pragma unroll 1
     for (int n = warp; n < N_TILES; n += WARPS) {
       const u64 row = query_row(p, item, head, item.col_tile * COLS + 8 * n + g);
-      float sums[4] = {};
+      ProductSums<1> sums;
 #pragma unroll 1
       for (int pair = 0; pair < PAIRS; pair += LOADED) {
         Angles<LOADED> angles;
@@ -45,8 +45,8 @@ struct Bias {
       }
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        store_float2(ring_address() + OFF_TABLE + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums[2 * i] * scale,
-                     sums[2 * i + 1] * scale);
+        store_float2(ring_address() + OFF_TABLE + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums.total(2 * i) * scale,
+                     sums.total(2 * i + 1) * scale);
     }
     __syncthreads();
   }

@@ -27,7 +27,7 @@ __device__ __forceinline__ Parts find_parts(const PlanView& plan, int token, int
   const PlanHeader header = plan.header();
   const TokenItems items = plan.items_of(token);
   const int column = (token - items.q_begin) * GROUP + q_head % GROUP, col_tile = column / COLS;
-  const int begin = items.begin + col_tile * items.cost + header.overhead;
+  const int begin = items.begin + col_tile * items.cost + header.lead();
   const int unit = begin / header.span, index = items.first + col_tile;
   const int count = items.num_tiles > 0 ? (begin + items.num_tiles - 1) / header.span - unit + 1 : 0;
   return {(u64)(unit + index) * PART_STRIDE + q_head / GROUP * COLS + column % COLS, count};

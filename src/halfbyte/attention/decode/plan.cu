@@ -37,6 +37,11 @@ __device__ __forceinline__ Work look_up(const PlanParams& p, int seq) {
   return {first, tiles, (queries * p.group + p.columns - 1) / p.columns};
 }
 
+// Positions before a work item's tiles in the aligned layout. Its first unit has a tile at least.
+__device__ __forceinline__ int lead_of(const PlanParams& p, int span) {
+  return span > SHORT_SPAN ? min(p.recent, span - 1) : 0;
+}
+
 extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
   __shared__ int2 warp_sums[32];
   __shared__ int2 total;
@@ -77,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
   }
   __syncthreads();
 
-  int span = p.fixed_span, overhead = 0;
+  int span = p.fixed_span, lead = 0;
+  bool is_aligned = true;
   if (span == 0) {
     const int smallest = max(1, MIN_SPAN_TOKENS / p.tile);
     const int even = max(smallest, (total.x + p.max_units - 1) / p.max_units);
@@ -89,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
     int units = 0;
     for (int s = lane; s < p.num_seqs; s += 32) {
       const int2 x = tiles_and_items(s);
-      units += (x.x + candidate - 1) / candidate * x.y;
+      if (x.x > 0) units += (lead_of(p, candidate) + x.x + candidate - 1) / candidate * x.y;
     }
     for (int o = 16; o; o >>= 1) units += __shfl_xor_sync(~0u, units, o);
     if (lane == 0) warp_sums[warp].x = units <= p.max_units;
@@ -97,14 +103,15 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
     int winner = warps;
     for (int w = warps - 1; w >= 0; w--)
       if (warp_sums[w].x) winner = w;
-    const bool aligned = winner < warps && even + winner + p.recent <= continuous + p.overhead;
-    span = aligned ? even + winner : continuous;
-    overhead = aligned ? 0 : p.overhead + p.recent;
+    // In short units the recent tokens come on top.
+    const int aligned = even + winner, late = p.recent - lead_of(p, aligned);
+    is_aligned = winner < warps && aligned + late <= continuous + p.overhead + p.recent;
+    span = is_aligned ? aligned : continuous;
+    lead = is_aligned ? lead_of(p, aligned) : p.overhead + p.recent;
     __syncthreads();
   }
 
   // Position of every work item on the line: exclusive prefix sums, blockDim sequences at a time.
-  const bool is_aligned = overhead == 0;
   int2 base = make_int2(0, 0);  // positions, work items
   for (int start = 0; start < p.num_seqs; start += blockDim.x) {
     const int s = start + threadIdx.x;
@@ -112,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
     if (s < p.num_seqs) work = look_up(p, s);
     int cost = 0;
     if (work.tiles > 0)
-      cost = is_aligned ? (work.tiles + span - 1) / span * span : overhead + work.tiles;
+      cost = is_aligned ? (lead + work.tiles + span - 1) / span * span : lead + work.tiles;
     const int2 own = make_int2(cost * work.items, work.items);
     int2 inclusive = own;
     for (int o = 1; o < 32; o <<= 1) {
@@ -161,5 +168,5 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
     token[1] = make_int4(t, 0, 0, 0);
   }
   if (threadIdx.x == 0)
-    *(int4*)p.plan = make_int4(span, (base.x + span - 1) / span, overhead, base.y);
+    *(int4*)p.plan = make_int4(span, (base.x + span - 1) / span, is_aligned ? -lead : lead, base.y);
 }

@@ -193,7 +193,8 @@ def _limits(inputs: AttentionInputs, recipe: RecipeVariant) -> _Limits:
     fixed_span = 0
     if inputs.batch_invariant:
         fixed_span = _BATCH_INVARIANT_SPAN // variant.tile
-        longest = -(-max_pages * layout.block_size // _BATCH_INVARIANT_SPAN)
+        # Recent tokens need a unit even if the pages have none.
+        longest = max(1, -(-max_pages * layout.block_size // _BATCH_INVARIANT_SPAN))
         max_units = longest * max_items
     rows = (max_units + max_items) * layout.num_kv_heads * variant.columns
     if rows * layout.head_size_v * 4 > _MAX_PARTIAL_BYTES:

@@ -15,10 +15,10 @@ _ROUND = 64
 
 
 class RecipeParams(ctypes.Structure):
-    """`Recipe` of `loader.cuh`."""
+    """`Recipe` of `params.cuh`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("low", "high", "cosines", "sines")),
+        *((name, ctypes.c_void_p) for name in ("low", "high", "angles")),
         *((name, ctypes.c_void_p) for name in ("low_mean", "high_mean")),
         *((name, ctypes.c_void_p) for name in ("first_keys", "first_values")),
         *((name, ctypes.c_void_p) for name in ("ring_keys", "ring_values")),
@@ -116,9 +116,11 @@ def _bind_transform(
 ) -> None:
     tables = transform.pair_tables
     if variant.segment and tables is not None:
-        names = ("low", "high", "cosines", "sines", "low_mean", "high_mean")
-        arguments.bind(**dict(zip(names, tables, strict=True)))
-        arguments.params.mean_segments = len(tables.cos)
+        angles = transform.split_angles
+        assert angles is not None, "as many as `tables`"
+        arguments.bind(low=tables.low, high=tables.high, angles=angles)
+        arguments.bind(low_mean=tables.low_mean, high_mean=tables.high_mean)
+        arguments.params.mean_segments = len(angles)
     if (first := transform.first_tokens(dtype)) is not None:
         arguments.bind(first_keys=first[0], first_values=first[1])
 

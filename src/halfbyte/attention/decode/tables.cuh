@@ -10,8 +10,7 @@ __device__ __forceinline__ void prefetch_tables(const Params& p) {
   prefetch_table(p.plan.data, p.plan.items_offset * 4);
   prefetch_table(p.block_tables, p.num_seqs * p.max_pages * 4);
 #if SEGMENT
-  prefetch_table(p.recipe.cosines, p.recipe.mean_segments * PAIRS * 4);
-  prefetch_table(p.recipe.sines, p.recipe.mean_segments * PAIRS * 4);
+  prefetch_table(p.recipe.angles, p.recipe.mean_segments * PAIRS * 8);
   prefetch_table(p.recipe.low_mean, KV_HEADS * PAIRS * 4);
   prefetch_table(p.recipe.high_mean, KV_HEADS * PAIRS * 4);
 #endif

@@ -50,6 +50,8 @@ class DecodeVariant(NamedTuple):
     """K is centred: shared memory has biases."""
     kept_pairs: int = 0
     """Channel pairs whose coefficients `means.cuh` keeps in shared memory; 0 for none."""
+    keeps_angles: bool = False
+    """`means.cuh` copies the angles of the next 16 segments to shared memory ahead of time."""
     keeps_query: bool = False
     """`decode_wgmma.cu` keeps q as it was loaded, for the keys of `keys.cuh`."""
 
@@ -80,7 +82,8 @@ class DecodeVariant(NamedTuple):
             exchange = self.columns * (2 * self.tile + 4 * WARPS + 8)
             return ring + q * (1 + self.keeps_query) + exchange + scales + biases + barriers
         means = self.columns * (8 * self.kept_pairs + 64 * self.means)
-        return WARPS * (ring + q + means)
+        angles = 16 * 8 * self.kept_pairs * self.keeps_angles
+        return WARPS * (ring + q + means + angles)
 
     def fits(self, layout: PageLayout, compute_capability: int) -> bool:
         """Whether `ctas` CTAs fit in the shared memory of an SM."""
@@ -143,13 +146,17 @@ def choose_variant(
             *(tile, n, duplicate, _shares_q(n, head_size), stages, ctas),
             means=recipe.pairs > 0,
             kept_pairs=pairs,
+            keeps_angles=angles,
         )
         for ctas in (2, 1)
         for n in (wanted, 2, 1)
         for tile, stages in (_NVFP4_RINGS if nvfp4 else _RINGS)
         if tile <= _max_tile_tokens(n, head_size, nvfp4)
-        # Coefficients that are computed again cost less than a smaller tile.
-        for pairs in dict.fromkeys((recipe.pairs, 0))
+        # Angles that are waited for, and coefficients that are computed again, cost less than a
+        # smaller tile.
+        for pairs, angles in dict.fromkeys(
+            ((recipe.pairs, recipe.pairs > 0), (recipe.pairs, False), (0, False))
+        )
     ]
     for variant in variants:
         ring_fits = (
@@ -249,5 +256,6 @@ def macros(
         "COLS": variant.columns,
         "Q_SHARED": int(variant.q_shared),
         "KEEPS_COEFFICIENTS": int(variant.kept_pairs > 0),
+        "KEEPS_ANGLES": int(variant.keeps_angles),
         "KEEPS_QUERY": int(variant.keeps_query),
     }

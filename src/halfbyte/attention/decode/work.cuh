@@ -6,8 +6,10 @@
 // Two layouts of the line:
 //
 //   aligned     every work item starts a new unit: a warp has one work item, the last unit may be short
-//   continuous  as in Stream-K: work items follow each other, each after `overhead` positions that
-//               stand for the time to start one; a unit may hold the end of one and the next ones
+//   continuous  as in Stream-K: work items follow each other; a unit may hold the end of one and the next ones
+//
+// A work item's tiles come after `lead` positions, which stand for the time to start it and to read its recent tokens.
+// Aligned units of up to SHORT_SPAN tiles have none.
 //
 // Unit u's share of work item i is row u + i of the partial results. u and i only grow along the line,
 // so rows are unique, and the rows of a work item are contiguous.
@@ -17,6 +19,7 @@
 
 #define LOG2E 1.4426950408889634f
 #define NEG_INF (-__int_as_float(0x7f800000))
+#define SHORT_SPAN 8  // tiles
 
 struct WorkItem {
   int begin;       // first position on the line
@@ -31,7 +34,12 @@ struct WorkItem {
 
 // The plan is one int32 array: PlanHeader, TokenItems per query token, Units, WorkItems.
 struct PlanHeader {
-  int span, units, overhead, items;
+  int span, units;
+  int signed_lead;  // -lead in the aligned layout
+  int items;
+
+  __device__ __forceinline__ int lead() const { return signed_lead < 0 ? -signed_lead : signed_lead; }
+  __device__ __forceinline__ bool is_aligned() const { return signed_lead <= 0; }
 };
 
 // The work items of a query token's sequence. They are contiguous and of equal cost, so that one load

@@ -5,9 +5,9 @@ faster than a kernel that unpacks in its inner loop. A sequence's cached tokens 
 blocks, whose results are merged by LSE; the last block holds the new tokens and is causal.
 
 cuDNN (SM90 and later) builds a kernel for every new shape in about 50 ms, so block sizes and query
-counts are rounded to a small set. Padding queries, and the first rows of a causal square, are
-computed and discarded. On other GPUs, and for head sizes over 128 except on SM90, PyTorch's
-FlashAttention is used.
+counts are rounded to a small set, or are less than one of it by a recipe's recent tokens. Padding
+queries, and the first rows of a causal square, are computed and discarded. On other GPUs, and for
+head sizes over 128 except on SM90, PyTorch's FlashAttention is used.
 
 halfbyte's own kernel (`chunks.py`) takes sequences longer than their window, soft-caps, K and V
 of different head sizes, small heads, and shorter prompts.
@@ -157,8 +157,10 @@ def _run_long(inputs: AttentionInputs, long: LongSequences) -> None:
             if len(parts) == MAX_PARTS:
                 parts = [join(parts)]
     before = last.end - last.begin - queries
-    query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)
-    query = query.unflatten(0, (-1, last.size))
+    if last.size == queries:
+        query = _rows_of(inputs.query, long)
+    else:
+        query = _padded_rows(inputs.query, long.query_begin - before, last.size)[None]
     out, logs = _run_block(inputs, last, query, causal=True)
     exact = last.size == queries and long.count * queries == inputs.query.shape[0]
     if exact and not parts and inputs.sinks is None and inputs.lse is None:
@@ -166,7 +168,8 @@ def _run_long(inputs: AttentionInputs, long: LongSequences) -> None:
         return
     own = slice(before, before + queries)
     for i in range(long.count):
-        at = slice(long.query_begin + i * queries, long.query_begin + (i + 1) * queries)
+        begin = long.query_begin + i * long.stride
+        at = slice(begin, begin + queries)
         combine(
             [*parts, (out[i, own], logs[i, :, own])],
             inputs.sinks,
@@ -180,6 +183,15 @@ def _run_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key, value = _unpack(inputs, block)
     return _dense(query, key, value, causal, inputs.scale)
+
+
+def _rows_of(query: torch.Tensor, long: LongSequences) -> torch.Tensor:
+    """The queries `[count, queries, heads, D]`, contiguous in the last dimension."""
+    of_token, of_head, of_dim = query.stride()
+    shape = (long.count, long.queries, *query.shape[1:])
+    strides = (long.stride * of_token, of_token, of_head, of_dim)
+    rows = query[long.query_begin :].as_strided(shape, strides)
+    return rows if of_dim == 1 else rows.contiguous()
 
 
 def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """How `dense` splits a batch by sequence, and the keys of long sequences into blocks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +39,9 @@ MIN_GENERAL_KEYS = 256
 """Unpacking does not pay off for sequences whose queries fit in one tile of the `triton` backend
 and which have at least MIN_GENERAL_KEYS cached keys, if their KV heads are MIN_GENERAL_HEADS in
 total: these fill the GPU without unpacking."""
+EMPTY_MULTIPLE = 16
+"""Rows that attend to nothing, in front of a prompt whose shape needs no padding, are a multiple of
+this: numbers of recent tokens are, and any other would be one more shape for cuDNN to build."""
 MAX_DECODE_QUERIES = 8
 """Max new tokens of a sequence for the decode backends."""
 _KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
@@ -64,6 +69,8 @@ class LongSequences:
     count: int
     query_begin: int
     queries: int
+    stride: int
+    """Rows from a sequence's first query to the next one's: also those that attend to nothing."""
     cached: list[Block]
     """Keys that all queries see."""
     last: Block
@@ -119,7 +126,8 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
     counts = [n - less for n, less in zip(counts, beyond, strict=True)]
     max_tokens, max_queries = workspace_tokens(inputs), queries_at_once(inputs)
     window = inputs.sliding_window
-    decode, general, short, long = _sorted(starts, counts, lengths, inputs)
+    prompts = [Prompt(*p) for p in zip(starts, counts, lengths, beyond, strict=False)]
+    decode, general, short, long = _sorted(prompts, inputs)
     device = inputs.query.device
     is_whole = not any(beyond)
     split_off = [
@@ -129,13 +137,11 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
     ]
     sequences = [(i, starts[i], counts[i], lengths[i]) for i in short]
     chunks = make_chunks(sequences, window, max_tokens, tokens_per_tile, device)
-    steps: list[LongSequences] = []
-    for group in long:
-        first, n, cached = group[0], counts[group[0]], lengths[group[0]] - counts[group[0]]
-        # Queries that exceed the memory bound are processed in parts.
-        for begin in range(0, n, max_queries):
-            at, queries = starts[first] + begin, min(max_queries, n - begin)
-            steps.append(_long(first, len(group), at, queries, cached + begin, max_tokens, device))
+    steps = [
+        step
+        for group in long
+        for step in _long(group, prompts[group[0]], max_queries, max_tokens, device)
+    ]
     rows = [
         torch.arange(start - n, start, device="cpu")
         for start, n in zip(starts, beyond, strict=True)
@@ -144,8 +150,31 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
     return DensePlan(steps, chunks, split_off, empty)
 
 
+class Prompt(NamedTuple):
+    """A sequence of a batch."""
+
+    start: int
+    """Row of its first query that attends to something."""
+    queries: int
+    length: int
+    empty: int
+    """Rows in front of `start` that attend to nothing."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it has no cached tokens, and its shape is one of few as it is."""
+        rows = self.queries + self.empty
+        whole = self.queries == self.length and rows == rounded_up(rows)
+        return whole and self.empty % EMPTY_MULTIPLE == 0
+
+    def is_followed_by(self, other: "Prompt") -> bool:
+        """Whether the other one has the same shape and the next rows."""
+        begin = self.start + self.queries + self.empty
+        return self[1:] == other[1:] and begin == other.start
+
+
 def _sorted(
-    starts: list[int], counts: list[int], lengths: list[int], inputs: AttentionInputs
+    prompts: list[Prompt], inputs: AttentionInputs
 ) -> tuple[list[int], list[int], list[int], list[range]]:
     """Indices of decode steps, of further sequences to split off, of those for halfbyte's own
     kernel, and groups of sequences for single calls of PyTorch's attention."""
@@ -160,13 +189,14 @@ def _sorted(
     plain = inputs.softcap is None and inputs.scale > 0
     plain = plain and layout.head_size == layout.head_size_v
     # Each sequence of a group has one block and one result.
-    for group in _groups(starts, counts, lengths, min(max_tokens, 2 * queries_at_once(inputs))):
-        n, length = counts[group[0]], lengths[group[0]]
+    for group in _groups(prompts, min(max_tokens, 2 * queries_at_once(inputs))):
+        prompt = prompts[group[0]]
+        n, length = prompt.queries, prompt.length
         hides = window is not None and window < length
         cached = (min(length, window + n) if window is not None else length) - n
         # The workspace must hold the window's keys plus as many new ones.
         fits = window <= max_tokens // 2 if window is not None and hides else length <= max_tokens
-        suits = _suits_pytorch(n, length, len(group), layout) or (not fits and n >= MIN_CHUNK)
+        suits = _suits_pytorch(prompt, len(group), layout) or (not fits and n >= MIN_CHUNK)
         if n <= MAX_DECODE_QUERIES:
             decode += group
         elif plain and not hides and suits:
@@ -183,50 +213,63 @@ def _sorted(
     return decode, general, short, long
 
 
-def _groups(
-    starts: list[int], counts: list[int], lengths: list[int], max_queries: int
-) -> list[range]:
+def _groups(prompts: list[Prompt], max_queries: int) -> list[range]:
     """Group sequences that one call of PyTorch's attention could take: equal lengths, no padding,
-    contiguous rows, at most `max_queries` queries in total. All others are groups of one."""
+    rows side by side, at most `max_queries` queries in total. All others are groups of one."""
     groups: list[range] = []
-    for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
+    for i, prompt in enumerate(prompts):
         last = groups[-1] if groups else range(0)
-        alike = last and counts[last[0]] == lengths[last[0]] == n == length
-        alike = alike and starts[i - 1] + counts[i - 1] == starts[i]
-        if alike and _is_exact(n, length) and (len(last) + 1) * n <= max_queries:
+        alike = last and prompt.is_exact and prompts[i - 1].is_followed_by(prompt)
+        if alike and (len(last) + 1) * prompt.queries <= max_queries:
             groups[-1] = range(last[0], i + 1)
         else:
             groups.append(range(i, i + 1))
     return groups
 
 
-def _is_exact(queries: int, length: int) -> bool:
-    """Whether there is nothing to pad."""
-    return queries == length == rounded_up(queries)
-
-
-def _suits_pytorch(queries: int, length: int, count: int, layout: PageLayout) -> bool:
+def _suits_pytorch(prompt: Prompt, count: int, layout: PageLayout) -> bool:
     """Whether PyTorch's attention is faster for a group of `count` sequences."""
-    pairs = queries * (length - queries // 2)
-    exact = _is_exact(queries, length)
+    queries, exact = prompt.queries, prompt.is_exact
+    pairs = queries * (prompt.length - queries // 2)
     work = count * (pairs + queries * PAIRS_PER_TOKEN) if exact else pairs
     many = exact or queries >= MIN_QUERIES
     return layout.head_size >= MIN_HEAD_SIZE and many and work >= MIN_PAIRS
 
 
 def _long(
-    first: int,
-    count: int,
-    query_begin: int,
-    queries: int,
-    cached: int,
-    max_tokens: int,
-    device: torch.device,
-) -> LongSequences:
-    length = cached + queries
+    group: range, prompt: Prompt, max_queries: int, max_tokens: int, device: torch.device
+) -> Iterator[LongSequences]:
+    """Calls for a group of sequences like `prompt`, its first; queries that exceed the memory bound
+    are processed in parts."""
+    cached = prompt.length - prompt.queries
+    for begin in range(0, prompt.queries, max_queries):
+        queries = min(max_queries, prompt.queries - begin)
+        exact = prompt.is_exact and queries == prompt.queries
+        blocks = _blocks(group, cached + begin, queries, exact, max_tokens, device)
+        yield LongSequences(
+            first=group[0],
+            count=len(group),
+            query_begin=prompt.start + begin,
+            queries=queries,
+            stride=prompt.queries + prompt.empty,
+            cached=blocks[:-1],
+            last=blocks[-1],
+        )
+
+
+def _blocks(
+    group: range, cached: int, queries: int, exact: bool, max_tokens: int, device: torch.device
+) -> list[Block]:
+    """Blocks of the keys of a group of sequences.
+
+    Args:
+        cached: tokens before the queries.
+        exact: whether the last block has no padding.
+    """
+    length, count = cached + queries, len(group)
     ranges = [(begin, end, end - begin) for begin, end in key_blocks(cached, max_tokens)]
     rest = ranges[-1][1] if ranges else 0
-    ranges.append((rest, length, rounded_up(length - rest)))
+    ranges.append((rest, length, length if exact else rounded_up(length - rest)))
     # One transfer: the bounds of all blocks, for every sequence.
     numbers = torch.tensor(
         [
@@ -236,8 +279,8 @@ def _long(
         dtype=torch.int32,
         device="cpu",
     ).to(device)
-    sequences = slice(first, first + count)
-    blocks = [
+    sequences = slice(group[0], group[0] + count)
+    return [
         Block(
             begin,
             end,
@@ -246,7 +289,6 @@ def _long(
         )
         for (begin, end, size), on_device in zip(ranges, numbers, strict=True)
     ]
-    return LongSequences(first, count, query_begin, queries, blocks[:-1], blocks[-1])
 
 
 def _sub_batch(
