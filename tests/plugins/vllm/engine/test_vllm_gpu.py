@@ -48,6 +48,17 @@ GPU: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _own_cache_of_a_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Engines that start together overwrite what the others compile (vLLM's issue 24601)."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = tmp_path_factory.getbasetemp()  # a worker's own
+        monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder / "vllm"))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+
+
 @pytest.fixture(autouse=True, params=["0", "1"], ids=["runner V1", "runner V2"])
 def _model_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
