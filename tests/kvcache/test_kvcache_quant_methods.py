@@ -12,6 +12,7 @@ from halfbyte.kvcache import (
     KVCacheQuantMethod,
     KVScales,
     get_kv_cache_quant_method,
+    quant_methods,
 )
 from halfbyte.numerics import fp8, nvfp4
 from kvcache.page_arithmetic import (
@@ -349,3 +350,15 @@ def test_scales_of_a_method_belong_to_the_instance() -> None:
     first = get_kv_cache_quant_method("nvfp4")
     first.scales = KVScales((1.0,), (1.0,), "user")
     assert get_kv_cache_quant_method("nvfp4").scales is None
+
+
+def test_a_class_whose_format_has_no_row_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KV_CACHE_QUANT_REGISTRY["nvfp4"], "FORMATS", ("nvfp4", "nope"))
+    with pytest.raises(ValueError, match=r"^NVFP4KVCacheMethod.FORMATS: nope has no row in "):
+        quant_methods._registry()
+
+
+def test_a_format_of_two_classes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KV_CACHE_QUANT_REGISTRY["nvfp4"], "FORMATS", ("nvfp4", "mxfp4"))
+    with pytest.raises(ValueError, match="FORMATS: mxfp4 is in MXFP4KVCacheMethod"):
+        quant_methods._registry()

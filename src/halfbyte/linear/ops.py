@@ -25,7 +25,7 @@ and `apply_weights` calls `_nvfp4_linear_cuda(x, ...)` like any function. Rules:
   `torch.cuda.current_stream()`.
 - Compile and tune in `process_weights_after_loading` or in the first eager call, never in capture.
 - The operators are for inference: there is no derivative, and `backward` through one is an error.
-- Without tracing, profiling or autograd, a call skips the dispatcher (`_is_unobserved`).
+- Without tracing, profiling or autograd, a call skips the dispatcher (`_can_skip_dispatcher`).
 """
 
 from collections.abc import Callable, Iterable
@@ -86,14 +86,14 @@ def linear_op(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Linea
 
         @wraps(function)
         def call(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-            return (function if _is_unobserved(x) else operator)(x, *arguments, **named)
+            return (function if _can_skip_dispatcher(x) else operator)(x, *arguments, **named)
 
         return call
 
     return register
 
 
-def _is_unobserved(x: torch.Tensor) -> bool:
+def _can_skip_dispatcher(x: torch.Tensor) -> bool:
     """Whether a call may skip the dispatcher: nothing traces, profiles or differentiates.
 
     Without a CUDA graph a step is bound by host time, and dispatching an operator to its Python

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from halfbyte.linear.ops import linear_op
-from halfbyte.linear.runs import matrix_of
+from halfbyte.linear.tensors import matrix_of
 from halfbyte.moe.base import OperatorKernel
 from halfbyte.moe.experts import ExpertMatrices, GatedActivation, PackedExperts
 

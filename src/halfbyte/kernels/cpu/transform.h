@@ -11,7 +11,7 @@ namespace halfbyte {
 constexpr uint8_t kFirstTokenMark = 0xff;
 constexpr float kMatchTolerance = 0.015625f;  // 2^-6
 
-// Field by field `_TRANSFORM` of transform.py.
+// Field by field the `_TRANSFORM` of kernels/cpu/transform.py.
 struct Transform {
   const float *mean, *partner_mean;         // [kv_heads, head_size], or null: K is not centred
   const float *cos, *sin;                   // [segments, head_size]

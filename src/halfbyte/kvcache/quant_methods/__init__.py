@@ -30,7 +30,12 @@ def _registry() -> dict[str, type[KVCacheQuantMethod]]:
     found: dict[str, type[KVCacheQuantMethod]] = {}
     for method in _methods():
         for name in method.FORMATS:
-            if found.setdefault(KVCacheDType.parse(name).value, method) is not method:
+            if name not in KV_FORMATS:
+                raise ValueError(
+                    f"{method.__name__}.FORMATS: {name} has no row in KV_FORMATS "
+                    "(layouts/formats.py)"
+                )
+            if found.setdefault(name, method) is not method:
                 raise ValueError(f"{method.__name__}.FORMATS: {name} is in {found[name].__name__}")
     return {name: found[name] for name in KV_FORMATS if name in found}
 

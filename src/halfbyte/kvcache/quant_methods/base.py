@@ -1,4 +1,4 @@
-"""A cache format as a strategy: encodes K and V to bytes and decodes them.
+"""The interface of cache formats: K and V to bytes, and back.
 
 Two interfaces over one pair of functions (`quantize`, `dequantize`):
 - `reshape_and_cache` and the readers use a method for bytes and values, and `PageLayout` for their

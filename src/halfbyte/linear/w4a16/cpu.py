@@ -19,7 +19,7 @@ from halfbyte.dispatch import Answer
 from halfbyte.kernels.cpu.library import FLOATS, is_built, library
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
-from halfbyte.linear.runs import set_tensor, tensor_of
+from halfbyte.linear.tensors import set_tensor, tensor_of
 from halfbyte.linear.w4a16.row_scaled import RowScaledKernel
 
 STRIP = 16

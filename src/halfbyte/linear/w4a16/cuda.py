@@ -17,7 +17,7 @@ from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
 from halfbyte.kernels.runtime.tensor_maps import SHAPES
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
-from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
+from halfbyte.linear.tensors import matrix_of, set_tensor, tensor_of
 from halfbyte.linear.w4a16.dequant.launcher import compile_unpack, linear_unpacked
 from halfbyte.linear.w4a16.gemm_sm90.launcher import compile_gemm, gemm_product
 from halfbyte.linear.w4a16.gemm_sm90.plan import make_plan as make_gemm_plan

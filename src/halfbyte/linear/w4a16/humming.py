@@ -27,7 +27,8 @@ from halfbyte.dispatch import missing_version
 from halfbyte.layouts.gemm_layouts import BLOCK_SIZE, pad_weight
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
-from halfbyte.linear.runs import concat_outputs, matrix_of, runs_of, set_tensor, tensor_of
+from halfbyte.linear.runs import concat_outputs, runs_of
+from halfbyte.linear.tensors import matrix_of, set_tensor, tensor_of
 from halfbyte.linear.w4a16.weight_only import WeightOnlyKernel
 
 _OLDEST = (0, 1, 19)

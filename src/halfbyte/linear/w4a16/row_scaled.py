@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfbyte.linear.base import NvFp4LinearKernel
-from halfbyte.linear.runs import set_tensor, tensor_of
+from halfbyte.linear.tensors import set_tensor, tensor_of
 
 
 class RowScaledKernel(NvFp4LinearKernel):

@@ -11,7 +11,7 @@ from torch import nn
 from halfbyte.dispatch import Answer, runs_on_triton
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
-from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
+from halfbyte.linear.tensors import matrix_of, set_tensor, tensor_of
 from halfbyte.linear.w4a16.row_scaled import RowScaledKernel
 
 

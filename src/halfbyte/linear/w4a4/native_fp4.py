@@ -25,15 +25,8 @@ from halfbyte.layouts import swizzle_128x4, unswizzle_128x4
 from halfbyte.layouts.gemm_layouts import BLOCK_SIZE, pad_weight
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from halfbyte.linear.ops import LinearOp, linear_op
-from halfbyte.linear.runs import (
-    Run,
-    concat_outputs,
-    concatenate,
-    matrix_of,
-    runs_of,
-    set_tensor,
-    tensor_of,
-)
+from halfbyte.linear.runs import Run, concat_outputs, concatenate, runs_of
+from halfbyte.linear.tensors import matrix_of, set_tensor, tensor_of
 
 BLACKWELL = range(100, 130)
 """Compute capabilities with FP4 tensor cores: data centre (10.x, 11.x) and desktop (12.x)."""
