@@ -132,6 +132,7 @@ struct NamedBarrier {
 
 struct Cta {
   std::vector<Thread> threads;
+  std::vector<bool> in_flight;  // words of shared memory that pending copies go to
   std::map<unsigned, Barrier> barriers;  // by their addresses
   std::map<int, NamedBarrier> named;     // by their numbers
   bool ended, voted;
@@ -359,6 +360,7 @@ inline void begin_clusters() {
       thread.vote = false;
       thread.has_to_wait = false;
     }
+    x->in_flight.assign((shared_bytes + 3) / 4, false);
     x->barriers.clear();
     x->named.clear();
     x->ended = false;

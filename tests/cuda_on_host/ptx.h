@@ -3,7 +3,8 @@
 //
 // A copy overwrites its target with garbage at once, and arrives when its thread waits for it, or, if a
 // barrier counts it, at any time before its phase ends: so both a missing wait and a copy
-// that starts too early show. Fences do nothing: writes are visible to all threads at once.
+// that starts too early show. Until a thread has waited for its copy, no thread may touch the
+// target. Fences do nothing: writes are visible to all threads at once.
 
 #pragma once
 #include "builtins.h"
@@ -31,8 +32,18 @@ inline unsigned char* at(Cta& cta, unsigned address, unsigned bytes, unsigned al
          threadIdx.x, bytes, (int)offset, shared_bytes);
   return cta.shared + offset;
 }
+// The same in this CTA; fails if a thread's copy to these bytes is pending.
 inline unsigned char* at(unsigned address, unsigned bytes) {
-  return at(*cta, address, bytes, bytes);
+  unsigned char* x = at(*cta, address, bytes, bytes);
+  for (unsigned i = 0, first = (address - shared_begin) / 4; i < (bytes + 3) / 4; i++)
+    if (cta->in_flight[first + i])
+      fail("block %u, thread %u: a copy to offset %d of shared memory is pending", blockIdx.x,
+           threadIdx.x, (int)(address - shared_begin));
+  return x;
+}
+
+inline void mark_in_flight(unsigned address, unsigned bytes, bool pending) {
+  for (unsigned i = 0; i < bytes / 4; i++) cta->in_flight[(address - shared_begin) / 4 + i] = pending;
 }
 
 template <class T>
@@ -60,6 +71,7 @@ void store(unsigned address, T x) {
 inline void copy(unsigned to, const void* from, unsigned bytes, unsigned there) {
   if ((size_t)from % bytes || there > bytes) fail("a copy of %u bytes from %p", there, from);
   memset(at(to, bytes), 0xFF, bytes);
+  mark_in_flight(to, bytes, true);
   this_thread().copies.push_back({to, from, bytes, there, this_thread().groups});
 }
 
@@ -70,6 +82,7 @@ inline void wait_group(int left) {
   Thread& thread = this_thread();
   auto copy = thread.copies.begin();
   for (; copy != thread.copies.end() && copy->group < thread.groups - left; copy++) {
+    mark_in_flight(copy->to, copy->bytes, false);
     unsigned char* to = at(copy->to, copy->bytes);
     memset(to, 0, copy->bytes);
     memcpy(to, copy->from, copy->there);

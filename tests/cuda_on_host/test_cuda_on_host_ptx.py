@@ -48,6 +48,25 @@ extern "C" __global__ void some_copies(Params p) {
   p.out[threadIdx.x * 2] = x, p.out[threadIdx.x * 2 + 1] = y;
 }
 
+// Lane 0 copies, and waits if the offset is odd; then lane 1 loads, stores or copies there.
+extern "C" __global__ void pending(Params p) {
+  extern __shared__ __align__(128) u32 words[];
+  const u32 to = (u32)__cvta_generic_to_shared(words), at = to + 12;
+  const int what = threadIdx.x == 1 ? p.offset / 2 : 3;
+  u32 x = 7;
+  if (threadIdx.x == 0)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(p.in));
+  if (p.offset % 2) asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+  if (what == 0) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at));
+  if (what == 1) asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x));
+  if (what == 2) asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(p.in));
+  __syncwarp();
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+  p.out[threadIdx.x] = threadIdx.x == 1 ? x : words[3];
+}
+
 extern "C" __global__ void beyond(Params p) {
   extern __shared__ __align__(128) u32 words[];
   const u32 address = (u32)__cvta_generic_to_shared(words) + p.offset;
@@ -253,6 +272,16 @@ def test_copies_arrive_when_they_are_waited_for(folder: Path) -> None:
 def test_copies_of_some_lanes(folder: Path) -> None:
     out = run(folder, "some_copies", torch.arange(1, 5, dtype=torch.int32))[:64].view(32, 2)
     assert out.tolist() == [[1, 2], [5, 6]] * 16
+
+
+@pytest.mark.parametrize(("what", "wanted"), [(0, [4, 4]), (1, [7, 7]), (2, [1, 7])])
+def test_targets_of_pending_copies_are_not_touched(
+    folder: Path, what: int, wanted: list[int]
+) -> None:
+    given = torch.arange(1, 5, dtype=torch.int32)
+    assert run(folder, "pending", given, offset=2 * what + 1)[:2].tolist() == wanted
+    with pytest.raises(RuntimeError, match=r"thread 1: a copy to offset 12 .* is pending"):
+        run(folder, "pending", given, offset=2 * what)
 
 
 @pytest.mark.parametrize("offset", [-4, 2, 124, 126, 128])

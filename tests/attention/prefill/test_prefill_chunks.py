@@ -254,6 +254,7 @@ def test_calls_beyond_the_workspace_take_the_general_kernel() -> None:
         ({}, [(256, 256)] * 16, " ".join(["pytorch"] * 16)),
         ({}, [(2048, 1984)] * 4, " ".join(["pytorch"] * 4)),
         ({}, [(2048, 1990)] * 4, " ".join(["own"] * 4)),
+        ({}, [(1290, 1280), (1344, 1280), (1344, 1279)], "pytorch pytorch own"),
         ({}, [(513, 513)] * 16, " ".join(["own"] * 16)),
         ({"softcap": 5.0}, [(2048, 2048), (12, 4000)], "own general"),
         ({"head_size": 64}, [(2048, 2048), (12, 4000)], "own general"),

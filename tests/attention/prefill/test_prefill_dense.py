@@ -167,6 +167,45 @@ def test_prompts_without_their_last_tokens_share_a_call(
     assert_dense(case, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "wanted"),
+    [
+        ((300, 520), (300, 520), {(1, 256, 256)}),
+        ((256, 266), (192, 256), {(1, 192, 192), (1, 256, 256)}),
+        ((256, 256), (192, 192), {(2, 192, 256)}),
+        ((256, 256), (256, 256), {(2, 256, 256)}),
+    ],
+    ids=str,
+)
+def test_strides_of_queries_are_few(
+    query_lens: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    wanted: set[tuple[int, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuDNN builds a kernel for new strides, too: a single sequence's do not depend on its length.
+
+    `wanted` has sequences, rows, and rows from one sequence to the next, of fused Q, K and V.
+    """
+    lengths = {"query_lens": query_lens, "seq_lens": seq_lens}
+    case = make_small(lengths, monkeypatch, workspace_tokens=600, max_queries=256)
+    row = 2 * case.query[0].numel()
+    fused = case.query.new_zeros(len(case.query), row)
+    fused[:, : row // 2] = case.query.flatten(1)
+    case.query = fused[:, : row // 2].view(case.query.shape)
+    found = set()
+
+    def note(query: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if args[2]:  # causal
+            found.add((*query.shape[:2], query.stride(0) // query.stride(1)))
+        return original(query, *args)
+
+    original = dense._dense
+    monkeypatch.setattr(dense, "_dense", note)
+    assert_dense(case, "cpu")
+    assert found == wanted
+
+
 def test_layers_that_differ_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = {"query_lens": (20, 33, 2), "seq_lens": (20, 60, 44)}
     plans = AttentionPlans()

@@ -43,10 +43,10 @@
 #ifndef RING_WARPS
 #define RING_WARPS 1
 #endif
-// Recent tokens that come through the ring, as stages in front of a work item's tiles; 0 if a stage has no room for 16.
+// Whether recent tokens come through the ring, 16 in a stage, in front of a work item's tiles: if a stage has room.
 #define STAGED_ROW (2 * (HEAD_SIZE + HEAD_SIZE_V))
 #define STAGES_RECENT (RECENT && RING_WARPS == 1 && 16 * STAGED_ROW <= STAGE_BYTES)
-// Whether the ring starts again with every work item, instead of loading the next one's tiles ahead.
+// Whether the ring starts again with every work item. Else it loads the next one's tiles ahead.
 #define RESTARTS (STAGES_RECENT || KEEPS_ANGLES)
 // Each warp has 16 tokens of every 64 of a tile. All addresses are computed once, except pages.
 #define SHARED_RING (HND && RING_WARPS > 1)
@@ -194,7 +194,7 @@ struct Loader : Tiles {
 #endif
     begin(first_unit.item);
     load_page_ids();
-    if (RESTARTS) return;  // attend() does the rest
+    if (RESTARTS) return;  // attend() loads the first stages
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) step();
   }

@@ -19,7 +19,7 @@ struct MeanInputs {
   QueryPairs query[N_TILES][PAIRS / 16];
   MeanPairs mean[PAIRS / 16];
 #endif
-  // `behind_query`: as for Bias. All lanes have read what is there.
+  // `behind_query`: as for Bias. All lanes must have read the earlier angles there.
   __device__ __forceinline__ MeanInputs(const Params& p, const WorkItem& item, int head, Share share,
                                         u32 behind_query) {
 #if KEEPS_COEFFICIENTS
@@ -52,14 +52,15 @@ struct Bias {
   int head;
   u32 coefficients;  // address of this lane's
   u32 table;         // floats [16, COLS]: biases of the segments from `first` on; behind it angles
-  int first, last;   // last: of the unit's share
+  int first, last;   // segments: the first one in the table, and the share's last one
   float scale;       // from q . mean to a logit
   float of[N_TILES][2];
 
   // `behind_query`: shared-memory address of COEFFICIENT_BYTES + BIAS_BYTES + ANGLE_BYTES.
   __device__ __forceinline__ Bias(const Params& p, const WorkItem& item, int head, Share share, const MeanInputs& from,
                                   u32 behind_query)
-      : item(item), head(head), first(-16), last((share.stop - 1) * TILE / SEGMENT), scale(p.softmax_scale * (SOFTCAP ? 1.0f : LOG2E)) {
+      : item(item), head(head), first(-16), last((share.stop - 1) * TILE / SEGMENT),
+        scale(p.softmax_scale * (SOFTCAP ? 1.0f : LOG2E)) {
     const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
     coefficients = behind_query + (g % COLS * 4 + c) * 16;
     table = behind_query + COEFFICIENT_BYTES;
@@ -93,7 +94,7 @@ struct Bias {
         angles.load(p, first, pair);
       add(p, sums, angles, pair / 8);
     }
-    __syncwarp();  // all lanes have read the earlier ones, and the angles
+    __syncwarp();  // all lanes have read the earlier biases, and the angles
     if (KEEPS_ANGLES && first + 16 <= last) prefetch_angles(p, table + BIAS_BYTES, first + 16);
     if (2 * c < COLS)
 #pragma unroll

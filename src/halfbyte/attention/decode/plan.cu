@@ -37,7 +37,7 @@ __device__ __forceinline__ Work look_up(const PlanParams& p, int seq) {
   return {first, tiles, (queries * p.group + p.columns - 1) / p.columns};
 }
 
-// Positions before a work item's tiles in the aligned layout. Its first unit has a tile at least.
+// Positions before a work item's tiles in the aligned layout. The first unit has at least one tile.
 __device__ __forceinline__ int lead_of(const PlanParams& p, int span) {
   return span > SHORT_SPAN ? min(p.recent, span - 1) : 0;
 }
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
     int winner = warps;
     for (int w = warps - 1; w >= 0; w--)
       if (warp_sums[w].x) winner = w;
-    // In short units the recent tokens come on top.
+    // Short units have no lead: their recent tokens take time beyond the span.
     const int aligned = even + winner, late = p.recent - lead_of(p, aligned);
     is_aligned = winner < warps && aligned + late <= continuous + p.overhead + p.recent;
     span = is_aligned ? aligned : continuous;

@@ -117,7 +117,7 @@ def _bind_transform(
     tables = transform.pair_tables
     if variant.segment and tables is not None:
         angles = transform.split_angles
-        assert angles is not None, "as many as `tables`"
+        assert angles is not None, "made from `tables`"
         arguments.bind(low=tables.low, high=tables.high, angles=angles)
         arguments.bind(low_mean=tables.low_mean, high_mean=tables.high_mean)
         arguments.params.mean_segments = len(angles)

@@ -131,7 +131,7 @@ def choose_variant(
         mean_queries: query tokens per sequence.
         batch_invariant: ignore `mean_queries`, which depends on the batch.
         compute_capability: as `dispatch` counts, such as 90.
-        recipe: some need shared memory for coefficients of means, or for q as it was loaded.
+        recipe: some need shared memory for means of K, or for q as it was loaded.
     """
     columns = group if batch_invariant else group * max(1.0, mean_queries)
     nvfp4 = layout.k_dtype.is_nvfp4 and layout.v_dtype.is_nvfp4

@@ -5,11 +5,12 @@
 // The line is split into units of `span` positions. One warp processes one unit for one KV head.
 // Two layouts of the line:
 //
-//   aligned     every work item starts a new unit: a warp has one work item, the last unit may be short
+//   aligned     every work item starts a new unit: no unit has two, an item's last unit may be short
 //   continuous  as in Stream-K: work items follow each other; a unit may hold the end of one and the next ones
 //
-// A work item's tiles come after `lead` positions, which stand for the time to start it and to read its recent tokens.
-// Aligned units of up to SHORT_SPAN tiles have none.
+// A work item's tiles come after `lead` positions, which stand for the time to start it (continuous layout only) and to
+// read its recent tokens. Aligned units of up to SHORT_SPAN tiles have none. A unit that has only such positions of a
+// work item does nothing for it.
 //
 // Unit u's share of work item i is row u + i of the partial results. u and i only grow along the line,
 // so rows are unique, and the rows of a work item are contiguous.
@@ -35,7 +36,7 @@ struct WorkItem {
 // The plan is one int32 array: PlanHeader, TokenItems per query token, Units, WorkItems.
 struct PlanHeader {
   int span, units;
-  int signed_lead;  // -lead in the aligned layout
+  int signed_lead;  // -lead (0 or less) in the aligned layout, lead (1 or more) in the continuous one
   int items;
 
   __device__ __forceinline__ int lead() const { return signed_lead < 0 ? -signed_lead : signed_lead; }

@@ -4,10 +4,11 @@ With many queries per key, unpacking once costs little compared to attention, an
 faster than a kernel that unpacks in its inner loop. A sequence's cached tokens are processed in
 blocks, whose results are merged by LSE; the last block holds the new tokens and is causal.
 
-cuDNN (SM90 and later) builds a kernel for every new shape in about 50 ms, so block sizes and query
-counts are rounded to a small set, or are less than one of it by a recipe's recent tokens. Padding
-queries, and the first rows of a causal square, are computed and discarded. On other GPUs, and for
-head sizes over 128 except on SM90, PyTorch's FlashAttention is used.
+cuDNN (SM90 and later) builds a kernel for every new shape, strides included, in about 50 ms. So
+block sizes and query counts are rounded up to a small set. Prompts of such a size stay as they are
+without their first rows, which attend to nothing while a recipe's recent tokens are not packed.
+Padding queries, and the first rows of a causal square, are computed and discarded. On other GPUs,
+and for head sizes over 128 except on SM90, PyTorch's FlashAttention is used.
 
 halfbyte's own kernel (`chunks.py`) takes sequences longer than their window, soft-caps, K and V
 of different head sizes, small heads, and shorter prompts.
@@ -157,7 +158,7 @@ def _run_long(inputs: AttentionInputs, long: LongSequences) -> None:
             if len(parts) == MAX_PARTS:
                 parts = [join(parts)]
     before = last.end - last.begin - queries
-    if last.size == queries:
+    if long.count > 1:
         query = _rows_of(inputs.query, long)
     else:
         query = _padded_rows(inputs.query, long.query_begin - before, last.size)[None]
@@ -186,7 +187,7 @@ def _run_block(
 
 
 def _rows_of(query: torch.Tensor, long: LongSequences) -> torch.Tensor:
-    """The queries `[count, queries, heads, D]`, contiguous in the last dimension."""
+    """The queries `[count, queries, heads, D]` of a group, contiguous in the last dimension."""
     of_token, of_head, of_dim = query.stride()
     shape = (long.count, long.queries, *query.shape[1:])
     strides = (long.stride * of_token, of_token, of_head, of_dim)

@@ -40,8 +40,8 @@ MIN_GENERAL_KEYS = 256
 and which have at least MIN_GENERAL_KEYS cached keys, if their KV heads are MIN_GENERAL_HEADS in
 total: these fill the GPU without unpacking."""
 EMPTY_MULTIPLE = 16
-"""Rows that attend to nothing, in front of a prompt whose shape needs no padding, are a multiple of
-this: numbers of recent tokens are, and any other would be one more shape for cuDNN to build."""
+"""A prompt whose first rows attend to nothing needs no padding if their number is a multiple of
+this. Usual numbers of recent tokens are; cuDNN would have to build a kernel for each other one."""
 MAX_DECODE_QUERIES = 8
 """Max new tokens of a sequence for the decode backends."""
 _KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
@@ -162,10 +162,12 @@ class Prompt(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether it has no cached tokens, and its shape is one of few as it is."""
+        """Whether it has no cached tokens, and its shape needs no padding."""
+        if self.queries != self.length:
+            return False
         rows = self.queries + self.empty
-        whole = self.queries == self.length and rows == rounded_up(rows)
-        return whole and self.empty % EMPTY_MULTIPLE == 0
+        whole = rows == rounded_up(rows) and self.empty % EMPTY_MULTIPLE == 0
+        return whole or self.queries == rounded_up(self.queries)
 
     def is_followed_by(self, other: "Prompt") -> bool:
         """Whether the other one has the same shape and the next rows."""
