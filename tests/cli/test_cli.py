@@ -17,6 +17,7 @@ import halfbyte as package
 from halfbyte import __version__
 from halfbyte.assets import bundled_model_path
 from halfbyte.cli import app, main
+from halfbyte.cli.generate import _run as generate
 from halfbyte.kernels.cpu.library import level
 from slow import slow
 
@@ -63,6 +64,22 @@ def test_generate_prints_text_and_table(halfbyte: Command) -> None:
     assert "tokens/s" in out
     text = json.loads(halfbyte(*arguments, "--json")[1])["text"]
     assert text in out
+
+
+def test_generate_writes_the_prompt_with_the_first_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the first step logs does not stand in the prompt's line."""
+    llm = package.LLM(bundled_model_path())
+    stream = llm.stream
+
+    def logging(prompt: str, params: Any) -> Any:
+        print("logged")
+        return (yield from stream(prompt, params))
+
+    monkeypatch.setattr(llm, "stream", logging)
+    output = generate(llm, "x = [", package.SamplingParams(max_tokens=2), {}, show=True)
+    assert capsys.readouterr().out == f"logged\nx = [{output.text}\n"
 
 
 def test_generate_seed_repeats(halfbyte: Command) -> None:

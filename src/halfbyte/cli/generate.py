@@ -180,9 +180,9 @@ def _run(
 ) -> "RequestOutput":
     """Generate; if `show`, stream prompt and text to stdout. Records times in `timings`."""
     stream = llm.stream(prompt, params)
-    if show:
-        # Not with rich, which would replace tabs, control characters and emoji codes.
-        sys.stdout.write(f"\x1b[1m{prompt}\x1b[0m" if out.is_terminal else prompt)
+    # With the first token: what is logged before would stand in the same line. Not with rich, which
+    # would replace tabs, control characters and emoji codes.
+    pending = f"\x1b[1m{prompt}\x1b[0m" if out.is_terminal else prompt
     started = last = time.perf_counter()
     first: float | None = None
     count = 0
@@ -192,15 +192,19 @@ def _run(
                 token = next(stream)
             except StopIteration as end:
                 output: RequestOutput = end.value[0]
+                if show:
+                    sys.stdout.write(pending)
+                pending = ""
                 break
             last = time.perf_counter()
             first = first or last
             count += 1
             if show:
-                sys.stdout.write(token.text)
+                sys.stdout.write(pending + token.text)
                 sys.stdout.flush()
+            pending = ""
     finally:
-        if show:
+        if show and not pending:
             out.print()
     first = first or last
     timings["prefill_s"] = first - started
