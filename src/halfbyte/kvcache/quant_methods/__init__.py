@@ -53,7 +53,9 @@ def get_kv_cache_quant_method(name: str | KVCacheDType) -> KVCacheQuantMethod:
     dtype = KVCacheDType.parse(name)
     if dtype.value not in KV_CACHE_QUANT_REGISTRY:
         valid = ", ".join(KV_CACHE_QUANT_REGISTRY)
-        raise ValueError(f"KV cache method: {dtype} has none; expected one of {valid}")
+        raise ValueError(
+            f"KV cache format: no class in kvcache/quant_methods has {dtype}; expected {valid}"
+        )
     return KV_CACHE_QUANT_REGISTRY[dtype.value](dtype)
 
 
