@@ -21,7 +21,8 @@ QUANTIZED_WEIGHT = re.compile(
     r"|g_idx|\w+_blocks)$"
 )
 """Tensors that only quantized weights have; ignoring them would give wrong weights."""
-_BLOCK_SIZE, _MXFP4_BLOCK_SIZE = 16, 32
+_BLOCKS = {"NVFP4": (16, "F8_E4M3"), "MXFP4": (32, "U8")}
+"""Values that share a scale, and the scale's dtype in files."""
 # KV cache scales, or repeating the header.
 _KNOWN_EXTRAS = frozenset({"k_scale", "v_scale", "q_scale", "output_scale", "weight_shape"})
 _FP8_NAMES = ("weight", "weight_scale", "input_scale")
@@ -86,7 +87,7 @@ def check_layer(
         used = _check_fp8(index, layer, n, k)
         known: tuple[str, ...] = _FP8_NAMES
     elif scheme == "mxfp4":
-        used = known = _check_mxfp4(index, declaration.names, layer, n, k)
+        used = known = _check_codes(index, declaration.names, layer, "MXFP4", n, k)
     else:
         used = _check_nvfp4(index, declaration.names, layer, scheme, n, k)
         names = declaration.names
@@ -151,31 +152,27 @@ def check_scales(
 def _check_nvfp4(
     index: CheckpointIndex, names: TensorNames, layer: str, scheme: Scheme, n: int, k: int
 ) -> tuple[str, ...]:
-    if k % _BLOCK_SIZE:
-        raise CheckpointError(
-            f"{index.folder}: {layer}: expected input features in multiples of {_BLOCK_SIZE} for "
-            f"NVFP4, found {k}"
-        )
-    index.require(f"{layer}.{names.weight}", ("U8",), (n, k // 2))
-    index.require(f"{layer}.{names.weight_scale}", ("F8_E4M3",), (n, k // _BLOCK_SIZE))
+    used = _check_codes(index, names, layer, "NVFP4", n, k)
     index.require(f"{layer}.{names.weight_global_scale}", ("F32",), (), (1,))
-    used: tuple[str, ...] = (names.weight, names.weight_scale, names.weight_global_scale)
+    used = (*used, names.weight_global_scale)
     if scheme == "nvfp4":
         index.require(f"{layer}.{names.input_global_scale}", ("F32",), (), (1,))
         used = (*used, names.input_global_scale)
     return used
 
 
-def _check_mxfp4(
-    index: CheckpointIndex, names: TensorNames, layer: str, n: int, k: int
+def _check_codes(
+    index: CheckpointIndex, names: TensorNames, layer: str, form: str, n: int, k: int
 ) -> tuple[str, ...]:
-    if k % _MXFP4_BLOCK_SIZE:
+    """Check codes and block scales of a format of `_BLOCKS`; returns their names."""
+    block_size, scale_dtype = _BLOCKS[form]
+    if k % block_size:
         raise CheckpointError(
-            f"{index.folder}: {layer}: expected input features in multiples of "
-            f"{_MXFP4_BLOCK_SIZE} for MXFP4, found {k}"
+            f"{index.folder}: {layer}: expected input features in multiples of {block_size} for "
+            f"{form}, found {k}"
         )
     index.require(f"{layer}.{names.weight}", ("U8",), (n, k // 2))
-    index.require(f"{layer}.{names.weight_scale}", ("U8",), (n, k // _MXFP4_BLOCK_SIZE))
+    index.require(f"{layer}.{names.weight_scale}", (scale_dtype,), (n, k // block_size))
     return names.weight, names.weight_scale
 
 
