@@ -71,6 +71,10 @@ __device__ __forceinline__ u32 keep(u32 x) {
   return y;
 }
 
+// This thread's lane, for code that runs once per work item. The compiler would otherwise compute what depends on the lane
+// before the loop over work items, and keep it in registers that the loop over tiles lacks.
+__device__ __forceinline__ int lane_of_now() { return (int)keep(threadIdx.x & 31); }
+
 __device__ __forceinline__ u64 page_address(u64 base, u32 page, u32 stride) {
   u64 y;
   asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(y) : "r"(page), "r"(stride), "l"(base));

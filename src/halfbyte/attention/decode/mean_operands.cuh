@@ -33,7 +33,7 @@ __device__ __forceinline__ u32 angle_offset(int row, int chunk) {
 // Asynchronously copies the angles of 16 segments to shared memory; a warp calls it.
 __device__ __forceinline__ void prefetch_angles(const Params& p, u32 copy, int first_segment) {
 #pragma unroll 4
-  for (int i = threadIdx.x & 31; i < 16 * (PAIRS / 2); i += 32) {
+  for (int i = lane_of_now(); i < 16 * (PAIRS / 2); i += 32) {
     const int row = i / (PAIRS / 2), chunk = i % (PAIRS / 2);
     // After the last mean, the last one applies, as in the store.
     const u32 from = min(first_segment + row, p.recipe.mean_segments - 1) * (PAIRS * 2) + chunk * 4;

@@ -46,8 +46,7 @@ struct ValueWords {
   u32 of[4][HEAD_SIZE_V / 16];  // two dims each
 
   template <class Row>
-  __device__ __forceinline__ void load(int token, Row row) {
-    const int g = (threadIdx.x & 31) >> 2;
+  __device__ __forceinline__ void load(int token, Row row, int g) {
 #pragma unroll
     for (int j = 0; j < STEPS_V; j++) {
       if (V_KIND == 4) {
@@ -83,7 +82,7 @@ struct GlobalRow {
   __device__ __forceinline__ uint2 two_words(int at) const { return *(const uint2*)(row + at); }
   __device__ __forceinline__ u32 word(int at) const { return *(const u32*)(row + at); }
   __device__ __forceinline__ u16 value(int at) const { return row[at]; }
-  __device__ __forceinline__ void load_key(u32 (*w)[2]) const { load_query(w, row, 0, threadIdx.x & 3); }
+  __device__ __forceinline__ void load_key(u32 (*w)[2], int c) const { load_query(w, row, 0, c); }
 };
 
 template <int SIZE>
@@ -107,8 +106,7 @@ struct StagedRow {
   __device__ __forceinline__ u16 value(int at) const { return (u16)(word(at & ~1) >> at % 2 * 16); }
 
   // As load_query does.
-  __device__ __forceinline__ void load_key(u32 (*w)[2]) const {
-    const int c = threadIdx.x & 3;
+  __device__ __forceinline__ void load_key(u32 (*w)[2], int c) const {
 #pragma unroll
     for (int j = 0; j < STEPS_K; j += 2) {
       if (K_KIND == 4) {
@@ -161,7 +159,7 @@ struct StagedRound {
   __device__ __forceinline__ static void load_rows(u32 to, int start, RowAt row_at) {
     constexpr int CHUNKS = SIZE / 8, ROWS = 32 / CHUNKS;  // of 16 bytes; rows at a time
     static_assert(CHUNKS <= 32);
-    const int lane = threadIdx.x & 31;
+    const int lane = lane_of_now();
     // A lane finds one row; to find all rows that it copies would take longer than to add the round.
     const u64 own = (u64)row_at(start + lane % 16);
 #pragma unroll
@@ -176,18 +174,18 @@ struct StagedRound {
 template <class Round>
 __device__ __forceinline__ void add_round(const RecentRows& rows, int start, Round round, const QueryWords& words,
                                           Sums& sums) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  const int lane = lane_of_now(), g = lane >> 2, c = lane & 3;
   u32 k[ROUND_GROUPS][2][STEPS_K][2];
   ValueWords v[ROUND_GROUPS];
 #pragma unroll
   for (int group = 0; group < ROUND_GROUPS; group++)
 #pragma unroll
-    for (int i = 0; i < 2; i++) round.key(16 * group + 8 * i + g).load_key(k[group][i]);
+    for (int i = 0; i < 2; i++) round.key(16 * group + 8 * i + g).load_key(k[group][i], c);
   auto load_values = [&]() {
 #pragma unroll
     for (int group = 0; group < ROUND_GROUPS; group++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) v[group].load(i, round.value(16 * group + 2 * c + i % 2 + i / 2 * 8));
+      for (int i = 0; i < 4; i++) v[group].load(i, round.value(16 * group + 2 * c + i % 2 + i / 2 * 8), g);
   };
   if (!LATE_VALUES) load_values();
 
