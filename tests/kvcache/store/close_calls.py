@@ -57,6 +57,25 @@ def close_values() -> tuple[torch.Tensor, KVTransform]:
     )
 
 
+def large_scales(low: float, high: float) -> tuple[torch.Tensor, KVTransform]:
+    """Random blocks with amax / (6 G) in a range: E4M3's largest number is 448."""
+    generator = torch.Generator().manual_seed(9)
+    values = torch.randn(COUNT, 2, 8, 16, generator=generator)
+    ratios = torch.empty(COUNT, 2, 8, 1).uniform_(low, high, generator=generator)
+    values *= ratios * 6 * G / values.abs().amax(-1, keepdim=True)
+    return values.flatten(-2), make_transform(2, 128, weighted=True, **PLAIN)
+
+
+def scales_up_to_the_largest() -> tuple[torch.Tensor, KVTransform]:
+    """Candidates that are the same byte, because none is above E4M3's largest number."""
+    return large_scales(300, 463)
+
+
+def scales_beyond_the_largest() -> tuple[torch.Tensor, KVTransform]:
+    """Values of up to 8 times their block's scale."""
+    return large_scales(420, 600)
+
+
 def odd_weights() -> tuple[torch.Tensor, KVTransform]:
     """Weights that no calibration has."""
     transform = make_transform(2, 128, weighted=True, **PLAIN)
@@ -81,7 +100,15 @@ def values_that_overflow() -> tuple[torch.Tensor, KVTransform]:
 
 
 CLOSE_CALLS = {
-    case.__name__: case for case in (close_scales, close_values, odd_weights, values_that_overflow)
+    case.__name__: case
+    for case in (
+        close_scales,
+        close_values,
+        scales_up_to_the_largest,
+        scales_beyond_the_largest,
+        odd_weights,
+        values_that_overflow,
+    )
 }
 
 

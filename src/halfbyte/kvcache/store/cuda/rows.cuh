@@ -16,6 +16,7 @@
 //   IN_WORDS                  1 if codes begin at multiples of four bytes, else 0
 
 #pragma once
+#include "kernels/runtime/copies.cuh"
 #include "kvcache/store/cuda/scales.cuh"
 
 #define PARTS (HEAD_SIZE / BLOCK)
@@ -37,7 +38,7 @@ struct Params {
   const i64 *ring_rows, *ring_owners, *ring_slots;
   float k_scale_number, v_scale_number;
   u32 num_slots, num_first, num_segments, num_kept, ring;
-  u32 tokens;                                               // that a thread takes a block of
+  u32 tokens;                                               // that a thread takes a block of, a power of two
   u32 k_ctas, v_ctas;                                       // the grid: CTAs for K, for V, then for rings
 };
 
@@ -61,24 +62,59 @@ __device__ __forceinline__ void widen(float& low, float& high, u32 word) {
   }
 }
 
-// A block at value i, a multiple of 16 bytes.
+// 16 bytes of values.
 template <int TYPE>
-__device__ __forceinline__ void load_block(float* to, const void* x, u64 i) {
-  if (TYPE == 0) {
+__device__ __forceinline__ void widen4(float* to, uint4 x) {
+  const u32 words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-    for (int j = 0; j < BLOCK; j += 4) load4(to + j, (const float*)x + i + j);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    const uint4 y = *(const uint4*)((const u16*)x + i + 8 * j);
-    const u32 words[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-    for (int k = 0; k < 4; k++) widen<TYPE>(to[8 * j + 2 * k], to[8 * j + 2 * k + 1], words[k]);
+  for (int i = 0; i < 4; i++) {
+    if (TYPE == 0)
+      to[i] = float_of(words[i]);
+    else
+      widen<TYPE>(to[2 * i], to[2 * i + 1], words[i]);
   }
 }
 
+// A block at value i, a multiple of 16 bytes.
+template <int TYPE>
+__device__ __forceinline__ void load_block(float* to, const void* x, u64 i) {
+  constexpr int BYTES = TYPE ? 2 : 4;
+#pragma unroll
+  for (int j = 0; j < BLOCK * BYTES / 16; j++)
+    widen4<TYPE>(to + j * (16 / BYTES), *(const uint4*)((const u8*)x + i * BYTES + 16 * j));
+}
+
 __device__ __forceinline__ void load_floats(float* to, const float* from) { load_block<0>(to, from, 0); }
+
+// A thread's blocks of one token after another: the next one comes to shared memory while this one is rounded.
+template <int TYPE>
+struct BlocksAhead {
+  static constexpr u32 BYTES = TYPE ? 2 : 4, CHUNKS = BLOCK * BYTES / 16;
+  static constexpr u32 STRIDE = 16 * 32 * WARPS, STAGE = CHUNKS * STRIDE;
+  u32 own;  // address of this thread's first 16 bytes; others are STRIDE apart
+
+  // `memory`: BLOCK_AHEAD_BYTES of the CTA's shared memory.
+  __device__ __forceinline__ explicit BlocksAhead(unsigned char* memory)
+      : own(shared_address(memory) + threadIdx.x * 16) {}
+
+  // Begins to copy a token's block, which begins at value i; zeros if it does not exist.
+  __device__ __forceinline__ void copy(u32 token, const void* x, u64 i, bool exists) const {
+    const u32 to = own + token % 2 * STAGE;
+    const u8* from = (const u8*)x + (exists ? i * BYTES : 0);
+#pragma unroll
+    for (u32 j = 0; j < CHUNKS; j++) copy16_or_zeros(to + j * STRIDE, from + 16 * j, exists);
+    commit_copies();
+  }
+
+  // The block of the token that was copied last.
+  __device__ __forceinline__ void take(float* x, u32 token) const {
+    const u32 from = own + token % 2 * STAGE;
+    wait_for_copies<0>();
+#pragma unroll
+    for (u32 j = 0; j < CHUNKS; j++) widen4<TYPE>(x + j * (16 / BYTES), load16(from + j * STRIDE));
+  }
+};
+#define BLOCK_AHEAD_BYTES (2 * (KEY_TYPE && VALUE_TYPE ? 2 : 4) * BLOCK * 32 * WARPS)
 
 // Where a token is stored.
 struct Place {
@@ -121,28 +157,66 @@ __device__ __forceinline__ void prefetch_key_block(const Params& p, u32 part, u3
 #endif
 }
 
+// A block's part, for an address in the loop over tokens. The compiler would otherwise compute what does not change before
+// the loop, and keep it in registers that the loop lacks.
+__device__ __forceinline__ u32 part_of_now(u32 part) {
+  asm volatile("" : "+r"(part));
+  return part;
+}
+
+// The mean of a block's channels in a segment.
+__device__ __forceinline__ void load_mean(const Params& p, float* x, u32 head, u32 part, u32 segment) {
+  part = part_of_now(part);
+  const u32 of_head = head * HEAD_SIZE + part * BLOCK;
+  const u64 of_segment = (u64)segment * HEAD_SIZE + part * BLOCK;
+#pragma unroll
+  for (int i = 0; i < BLOCK; i += 4) {
+    float cos[4], sin[4], mean[4], partner[4];
+    load4(cos, p.cos + of_segment + i), load4(sin, p.sin + of_segment + i);
+    load4(mean, p.mean + of_head + i), load4(partner, p.partner_mean + of_head + i);
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[i + j] = add(mul(cos[j], mean[j]), mul(sin[j], partner[j]));
+  }
+}
+
 // The mean of a block's channels in the segment of the last token that was loaded.
 struct Mean {
-#if SEGMENT
   float x[BLOCK];
   u32 segment = ~0u;
 
-  __device__ __forceinline__ void move_to(const Params& p, u32 head, u32 part, u32 to) {
-    if (segment == to) return;
-    segment = to;
-    const u32 of_head = head * HEAD_SIZE + part * BLOCK;
-    const u64 of_segment = (u64)segment * HEAD_SIZE + part * BLOCK;
+  __device__ __forceinline__ void subtract_from(float* key, const Params& p, u32 head, u32 part, u32 to) {
+    if (segment != to) load_mean(p, x, head, part, segment = to);
 #pragma unroll
-    for (int i = 0; i < BLOCK; i += 4) {
-      float cos[4], sin[4], mean[4], partner[4];
-      load4(cos, p.cos + of_segment + i), load4(sin, p.sin + of_segment + i);
-      load4(mean, p.mean + of_head + i), load4(partner, p.partner_mean + of_head + i);
+    for (int i = 0; i < BLOCK; i++) key[i] = sub(key[i], x[i]);
+  }
+};
+
+// The same in shared memory, where registers are needed for something else.
+struct SharedMean {
+  static constexpr u32 STRIDE = 16 * 32 * WARPS;
+  u32 own;  // address of this thread's first four; others are STRIDE apart
+  u32 segment = ~0u;
+
+  // `memory`: MEAN_BYTES of the CTA's shared memory.
+  __device__ __forceinline__ explicit SharedMean(unsigned char* memory)
+      : own(shared_address(memory) + threadIdx.x * 16) {}
+
+  __device__ __forceinline__ void subtract_from(float* key, const Params& p, u32 head, u32 part, u32 to) {
+    if (segment != to) {
+      float x[BLOCK];
+      load_mean(p, x, head, part, segment = to);
 #pragma unroll
-      for (int j = 0; j < 4; j++) x[i + j] = add(mul(cos[j], mean[j]), mul(sin[j], partner[j]));
+      for (int i = 0; i < 4; i++) store_float4(own + i * STRIDE, x + 4 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint4 x = load16(own + i * STRIDE);
+      key[4 * i] = sub(key[4 * i], float_of(x.x)), key[4 * i + 1] = sub(key[4 * i + 1], float_of(x.y));
+      key[4 * i + 2] = sub(key[4 * i + 2], float_of(x.z)), key[4 * i + 3] = sub(key[4 * i + 3], float_of(x.w));
     }
   }
-#endif
 };
+#define MEAN_BYTES (SEGMENT ? 4 * BLOCK * 32 * WARPS : 0)
 
 // Multiplies heads by the Hadamard matrix (numerics/hadamard.py). LANES lanes side by side have a head, COUNT values
 // each; this is lane `part` of them.
@@ -167,23 +241,29 @@ __device__ __forceinline__ void rotate(float* x, u32 part) {
   for (int i = 0; i < COUNT; i++) x[i] = mul(x[i], hadamard_norm(HEAD_SIZE));
 }
 
-// K' of a block; zeros for a token that is not there. Called by a whole warp. `mean` is of the same head and part.
+// Changes a block of K to K', zeros for a token that is not there. Called by a whole warp. `mean` is of the same head and
+// part.
+template <class Means>
+__device__ __forceinline__ void change_key(const Params& p, float* x, Means& mean, u32 token, u32 head, u32 part,
+                                           i64 position) {
+#if SEGMENT
+  if (token < p.num_slots) mean.subtract_from(x, p, head, part, segment_of(p, position));
+#endif
+#if ROTATE
+  rotate<BLOCK, PARTS>(x, part);
+#endif
+}
+
+// Loads K' of a block, as `change_key` has it.
 __device__ __forceinline__ void load_key(const Params& p, float* x, Mean& mean, u32 token, u32 head, u32 part,
                                          i64 position) {
   if (token < p.num_slots) {
     load_block<KEY_TYPE>(x, p.key, token * p.key_token + head * p.key_head + part * BLOCK);
-#if SEGMENT
-    mean.move_to(p, head, part, segment_of(p, position));
-#pragma unroll
-    for (int i = 0; i < BLOCK; i++) x[i] = sub(x[i], mean.x[i]);
-#endif
   } else {
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) x[i] = 0.0f;
   }
-#if ROTATE
-  rotate<BLOCK, PARTS>(x, part);
-#endif
+  change_key(p, x, mean, token, head, part, position);
 }
 
 __device__ __forceinline__ i64 position_of(const Params& p, u32 token) {

@@ -9,6 +9,7 @@
 #include "kvcache/store/cuda/arithmetic.cuh"
 
 #define CANDIDATES 4
+#define LARGEST_SCALE 126  // the byte of 448
 
 // `weighted_rounding.CANDIDATES` (reasons there): the byte of candidate n, relative to that of amax6, which wins ties.
 __device__ __forceinline__ int candidate_step(int n) { return n == 0 ? 0 : n == 1 ? -1 : n == 2 ? 1 : 4; }
@@ -49,7 +50,7 @@ struct Candidate {
   }
   template <bool EASY>
   __device__ __forceinline__ static Candidate near(int start, int n, float g) {
-    return of<EASY>(min(max(start + candidate_step(n), 1), 126), g);
+    return of<EASY>(min(max(start + candidate_step(n), 1), LARGEST_SCALE), g);
   }
 };
 
@@ -85,20 +86,20 @@ __device__ __forceinline__ float distance(float x, float d, float r, float shift
   return __fmaf_rn(CLAMPS ? fminf(nearest, 6.0f) : nearest, d, -fabsf(x));
 }
 
-// The step from `start` to the byte of the candidate with the smallest error, for a `start` of 9 to 122, and EASY;
-// `is_sure` is false if another one comes so close that rounding may decide.
+// The byte of the candidate with the smallest error, for a `start` of 9 to LARGEST_SCALE, and EASY; `is_sure` is false if
+// another one comes so close that rounding may decide.
 //
 // In the definition an error is the sum of w (v - t)^2 s^2, with t rounded to float32. Here t is not rounded, and
 // distances are multiplied by d. t is below 8, so a distance over d differs from |v - t| by u = 2^-20 at most, and its
 // square by 2^-18 of itself and 2^18 u^2 = 2^-22. Rounding changes each sum by less than 2^-19 of itself. So errors
 // that differ by 2^-15 of themselves, and by 2^-19 d^2 times the sum of weights, are in the definition's order (d is
 // that of amax6; others are up to 1.5 times as large).
-__device__ __forceinline__ int likely_step(const float* x, const Weights& weights, float g, int start, bool& is_sure) {
-  const u32 bits = ((u32)start << 20) + 0x3C000000u;  // of a normal scale
+__device__ __forceinline__ int likely_scale(const float* x, const Weights& weights, float g, int start, bool& is_sure) {
   float d[CANDIDATES], r[CANDIDATES], errors[CANDIDATES] = {};
 #pragma unroll
   for (int n = 0; n < CANDIDATES; n++) {
-    d[n] = mul(float_of(bits + ((u32)candidate_step(n) << 20)), g);
+    const u32 byte = min(start + candidate_step(n), LARGEST_SCALE);
+    d[n] = mul(float_of((byte << 20) + 0x3C000000u), g);  // a normal scale
     r[n] = inverse<true>(d[n]);
   }
   // The first three have the same shift. It passes 2^23 at a t of 1.984 for the first, of 2.116 to 2.233 for the
@@ -117,13 +118,16 @@ __device__ __forceinline__ int likely_step(const float* x, const Weights& weight
 #pragma unroll
     for (int n = 0; n < CANDIDATES; n++) errors[n] = __fmaf_rn(mul(off[n], off[n]), weights.w[i], errors[n]);
   }
+  // Near the largest scale candidates are the same byte: the first one stands for all.
+  if (start + candidate_step(2) > LARGEST_SCALE) errors[2] = INF;
+  if (start + candidate_step(2) >= LARGEST_SCALE) errors[3] = INF;
   const float low = fminf(errors[0], errors[1]), high = fminf(errors[2], errors[3]), least = fminf(low, high);
   const float second = fminf(fmaxf(low, high), fminf(fmaxf(errors[0], errors[1]), fmaxf(errors[2], errors[3])));
   is_sure = second > __fmaf_rn(least, 1.0f + 0x1p-15f, mul(mul(weights.sum, 0x1p-19f), mul(d[0], d[0])));
   int step = candidate_step(3);
 #pragma unroll
   for (int n = 0; n < CANDIDATES - 1; n++) step = errors[n] == least ? candidate_step(n) : step;
-  return step;
+  return min(start + step, LARGEST_SCALE);
 }
 
 // The byte with the smallest error, by its definition.
@@ -148,8 +152,8 @@ __device__ __forceinline__ int best_scale(const float* x, const Weights& weights
   if (SMALL_GRID || !EASY) return exact_scale<EASY>(x, weights, amax, g);
   const int start = byte_of_normal(Inverse(mul(6.0f, g)).of(amax));
   bool is_sure;
-  int best = start + likely_step(x, weights, g, start, is_sure);
-  is_sure = is_sure && (u32)start - 9 <= 122 - 9;
+  int best = likely_scale(x, weights, g, start, is_sure);
+  is_sure = is_sure && (u32)start - 9 <= LARGEST_SCALE - 9;
   if (__any_sync(~0u, !is_sure && amax > 0.0f)) best = exact_scale<EASY>(x, weights, amax, g);
   return amax == amax ? best : NAN_SCALE;
 }

@@ -30,36 +30,43 @@
 struct KeyBlock {
   u32 part, head, token;
 
-  __device__ __forceinline__ explicit KeyBlock(const Params& p) {
-    const u32 number = blockIdx.x * THREADS + threadIdx.x;
+  __device__ __forceinline__ explicit KeyBlock(const Params& p, u32 number = blockIdx.x * THREADS + threadIdx.x) {
     part = number % PARTS, head = number / PARTS % KV_HEADS, token = number / (PARTS * KV_HEADS) * p.tokens;
   }
 };
 
-// Blocks of K of `p.tokens` tokens, without error feedback. `position` and `place` are the first one's.
+// Blocks of K of `tokens` tokens, a power of two, without error feedback. `position` and `place` are the first one's.
 template <bool EASY>
-__device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, i64 position, Place place, float g) {
-  const u32 part = block.part, head = block.head, begin = block.token;
+__device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, u32 tokens, i64 position, Place place,
+                                                 float g, unsigned char* memory) {
+  const u32 part = block.part, head = block.head;
 #if K_WEIGHTED
   const Weights weights(p.k_weights + head * HEAD_SIZE + part * BLOCK);
 #endif
-  Mean mean;
+  SharedMean mean(memory + (SEGMENT ? BLOCK_AHEAD_BYTES : 0));
+  BlocksAhead<KEY_TYPE> blocks(memory);
+  auto copy = [&](u32 token) {
+    blocks.copy(token, p.key, token * p.key_token + head * p.key_head + part_of_now(part) * BLOCK, token < p.num_slots);
+  };
+  copy(block.token);
 #pragma unroll 1
-  for (u32 token = begin; token < begin + p.tokens; token++) {
+  for (u32 token = block.token;; token++) {
     int first = -1;
 #if FIRST_TYPE >= 0
     first = find_first_of(p, token, head, place.keep && position == 0, PARTS);
 #endif
     float x[BLOCK];
-    load_key(p, x, mean, token, head, part, position);
+    blocks.take(x, token);
+    const bool is_last = ((token + 1) & (tokens - 1)) == 0;  // without a register for the end
+    if (!is_last) copy(token + 1);
+    change_key(p, x, mean, token, head, part, position);
 #if K_WEIGHTED
     const Encoded encoded = encode_weighted<EASY>(x, weights, g);
 #else
     const Encoded encoded = encode_as_format<EASY, FOUR_OVER_SIX>(x, g);
 #endif
-    u32 column = part;
-    asm volatile("" : "+r"(column));  // or what depends on it takes registers throughout the loop
-    store_key(place, head, column, encoded, first);
+    store_key(place, head, part_of_now(part), encoded, first);
+    if (is_last) return;
     position = position_of(p, token + 1), place = Place::of(p, token + 1);
   }
 }
@@ -74,10 +81,18 @@ __device__ __forceinline__ void store_keys(const Params& p, unsigned char* memor
   // Loaded together with g.
   const i64 position = position_of(p, block.token);
   const Place place = Place::of(p, block.token);
-  if (is_easy(g))
-    store_key_blocks<true>(p, block, position, place, g);
-  else
-    store_key_blocks<false>(p, block, position, place, g);
+  if (is_easy(g)) {
+    store_key_blocks<true>(p, block, p.tokens, position, place, g, memory);
+    return;
+  }
+#pragma unroll 1
+  for (u32 i = 0; i < p.tokens; i++) {
+    u32 number = blockIdx.x * THREADS + threadIdx.x;
+    asm volatile("" : "+r"(number));  // or what depends on it takes registers, which this rare case lacks
+    KeyBlock own(p, number);
+    own.token += i;
+    store_key_blocks<false>(p, own, 1, position_of(p, own.token), Place::of(p, own.token), g, memory);
+  }
 #else
   const u32 warp = threadIdx.x / 32, number = blockIdx.x * WARPS + warp;
   float* tile = (float*)memory + warp * TILE_FLOATS;
@@ -110,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) store(const _
   if (blockIdx.x < p.k_ctas)
     store_keys(p, memory);
   else if (blockIdx.x < p.k_ctas + p.v_ctas)
-    store_values(p, (blockIdx.x - p.k_ctas) * THREADS + threadIdx.x);
+    store_values(p, (blockIdx.x - p.k_ctas) * THREADS + threadIdx.x, memory);
 #if RING
   else
     keep(p, (blockIdx.x - p.k_ctas - p.v_ctas) * THREADS + threadIdx.x);

@@ -54,7 +54,7 @@ _ROWS_PER_SM = 32
 row is faster, although it does six times the work."""
 
 _MAX_TOKENS = 2
-"""Max tokens per thread: it loads means and weights once for all of its tokens."""
+"""Max tokens per thread, a power of two: it loads means and weights once for all of its tokens."""
 _BLOCKS_PER_SM = 1024
 """Min blocks of 16 values per SM before a thread takes another token: the GPU stays full."""
 
@@ -109,15 +109,18 @@ class StoreVariant(NamedTuple):
         return 32 * _WARPS[self.by]
 
     def shared_bytes(self, layout: PageLayout) -> int:
-        """Dynamic shared memory: `SharedRows`, or a tile for each warp."""
+        """Dynamic shared memory: `SharedRows`, a tile for each warp, or two blocks and a mean for
+        each thread."""
         size, warps = layout.head_size, _WARPS[self.by]
+        block = BLOCK_SIZE * max(self.key_dtype.itemsize, self.value_dtype.itemsize)
+        ahead = 2 * block * self.threads
         if self.by == _BY_ROW:
             factors = size * (_stages(layout) * BLOCK_SIZE + 1)
-            return 4 * (factors + 4 * _SCALE_ENTRIES + warps * (size + BLOCK_SIZE))
+            return max(ahead, 4 * (factors + 4 * _SCALE_ENTRIES + warps * (size + BLOCK_SIZE)))
         if self.by == _BY_TILE:
             parts = size // BLOCK_SIZE
-            return 4 * warps * parts * (BLOCK_SIZE * _TILE + max(4, _TILE // parts))
-        return 0
+            return max(ahead, 4 * warps * parts * (BLOCK_SIZE * _TILE + max(4, _TILE // parts)))
+        return ahead + (4 * BLOCK_SIZE * self.threads if self.segment else 0)
 
     def k_ctas(self, layout: PageLayout, num_slots: int, tokens: int) -> int:
         """CTAs that take K; by blocks, a thread has a block of so many tokens."""
@@ -265,7 +268,8 @@ def store_transformed(inputs: StoreInputs) -> None:
         in_words=(pages.data_ptr() | params.page_stride) % 4 == 0,
         small_grid=fill < 1,
     )
-    params.tokens = tokens = max(1, min(_MAX_TOKENS, int(fill)))
+    tokens = max(1, min(_MAX_TOKENS, int(fill)))
+    params.tokens = tokens = 1 << tokens.bit_length() - 1
     params.k_ctas = variant.k_ctas(layout, num_slots, tokens)
     params.v_ctas = variant.v_ctas(layout, num_slots, tokens)
     ctas = params.k_ctas + params.v_ctas

@@ -43,19 +43,22 @@ __device__ __forceinline__ void encode_fp8(u32* words, const float* x, float g) 
 
 // Blocks of `p.tokens` tokens. Called by a whole warp.
 template <bool EASY>
-__device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, float g) {
+__device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, float g, unsigned char* memory) {
   const u32 part = number % PARTS_V, head = number / PARTS_V % KV_HEADS;
   const u32 begin = number / (PARTS_V * KV_HEADS) * p.tokens;
 #if V_WEIGHTED
   const Weights weights(p.v_weights + head * HEAD_SIZE_V + part * BLOCK);
 #endif
+  BlocksAhead<VALUE_TYPE> blocks(memory);
+  auto copy = [&](u32 token) {
+    blocks.copy(token, p.value, token * p.value_token + head * p.value_head + part * BLOCK, token < p.num_slots);
+  };
+  copy(begin);
 #pragma unroll 1
   for (u32 token = begin; token < begin + p.tokens; token++) {
     float x[BLOCK];
-#pragma unroll
-    for (int i = 0; i < BLOCK; i++) x[i] = 0.0f;
-    if (token < p.num_slots)
-      load_block<VALUE_TYPE>(x, p.value, token * p.value_token + head * p.value_head + part * BLOCK);
+    blocks.take(x, token);
+    if (token + 1 < begin + p.tokens) copy(token + 1);
     const Place place = Place::of(p, token);
     u8* data = place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD);
 #if V_KIND >= 8
@@ -82,12 +85,13 @@ __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, 
   }
 }
 
-__device__ __forceinline__ void store_values(const Params& p, u32 number) {
+// `memory`: BLOCK_AHEAD_BYTES of the CTA's shared memory.
+__device__ __forceinline__ void store_values(const Params& p, u32 number, unsigned char* memory) {
   const float g = p.v_scale ? *p.v_scale : p.v_scale_number;
   if (is_easy(g))
-    store_value_blocks<true>(p, number, g);
+    store_value_blocks<true>(p, number, g, memory);
   else
-    store_value_blocks<false>(p, number, g);
+    store_value_blocks<false>(p, number, g, memory);
 }
 
 #if RING
