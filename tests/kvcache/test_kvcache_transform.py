@@ -160,7 +160,9 @@ def test_pair_tables_give_products_with_the_means(rotated: int, alone: int, pair
         torch.testing.assert_close(found, (q * means[0]).sum(-1))
     split = transform.split_angles
     assert split is not None
-    assert split.shape == (3, pairs, 2)
+    assert split.shape == (3 + 15, pairs, 2)
+    assert torch.equal(split[3:], split[2:3].expand(15, -1, -1))
+    split = split[:3]
     # A word is two bfloat16 numbers: cosine and sine, rounded, and what is left of them.
     cosines, sines = split.view(torch.bfloat16).double().unflatten(-1, (2, 2)).sum(-2).unbind(-1)
     for found, exact in ((cosines, tables.cos), (sines, tables.sin)):

@@ -33,6 +33,8 @@ from halfbyte.numerics.hadamard import hadamard
 
 MARK = 0xFF
 """Block scale of K that marks a slot whose K and V are constants of the model."""
+_REPEATED_SEGMENTS = 15
+"""Copies of the last segment behind the angles that decode reads."""
 _QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MATCH_TOLERANCE = 2.0**-6
 """Tolerance, relative to the absmax, for K and V to match a constant.
@@ -151,13 +153,15 @@ class KVTransform:
         """`cos` and `sin` of `pair_tables` for matmuls of bfloat16, as sums of two numbers.
 
         Returns:
-            int32 `[segments, pairs, 2]`: a word with the rounded cosine (low half) and sine, and
-            one with what rounding left of both. None where K is not centred.
+            int32 `[segments + 15, pairs, 2]`: a word with the rounded cosine (low half) and sine,
+            and one with what rounding left of both. The last segment is repeated, because decode
+            copies 16 at a time. None where K is not centred.
         """
         tables = self.pair_tables
         if tables is None:
             return None
         exact = torch.stack((tables.cos, tables.sin), -1)
+        exact = torch.cat((exact, exact[-1:].expand(_REPEATED_SEGMENTS, -1, -1)))
         high = exact.bfloat16()
         low = (exact - high.float()).bfloat16()
         return torch.stack((high, low), -2).view(torch.int32).squeeze(-1)

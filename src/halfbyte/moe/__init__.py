@@ -10,9 +10,9 @@ from halfbyte.moe.experts import (
 )
 from halfbyte.moe.experts_layer import ExpertsLayer
 from halfbyte.moe.interface import moe_experts
-from halfbyte.moe.layer import NvFp4Experts
 from halfbyte.moe.mxfp4_layer import MxFp4Experts
 from halfbyte.moe.registry import MOE_BACKENDS, init_moe_kernel, select_moe_kernel
+from halfbyte.moe.separate_nvfp4 import NvFp4Experts
 
 __all__ = [
     "GPT_OSS",

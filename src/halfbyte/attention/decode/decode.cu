@@ -98,6 +98,12 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++) load_stage(i);
   Bias bias(p, item, head, share, means, behind_ring + Q_BYTES);
+#if KEEPS_ANGLES
+  // The first biases, while the first stages are under way. The angles were asked for before them.
+  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1));
+  __syncwarp();
+  bias.step(p, share.first * TILE);
+#endif
   const int constant = first.constant();
   const Visible visible(p, item, constant >= 0);
 #if HAS_INITIAL

@@ -23,22 +23,23 @@ __device__ __forceinline__ void split(u32& high, u32& low, float x, float y) {
 
 // Of every 16 pairs a lane has four: 4 c .. 4 c + 3. Two of them make a k step, k values 2 c and 2 c + 1 being
 // the cosine and the sine of one pair.
-__device__ __forceinline__ int first_pair(int sixteen) { return sixteen * 16 + (threadIdx.x & 3) * 4; }
+__device__ __forceinline__ int first_pair(int sixteen, int lane = threadIdx.x & 31) { return sixteen * 16 + (lane & 3) * 4; }
 
 // Offset of 16 bytes of a row in a copy of 16 segments' angles; the XOR avoids bank conflicts between neighbouring rows.
-__device__ __forceinline__ u32 angle_offset(int row, int chunk) {
-  return (row * (PAIRS / 2) + (chunk ^ (row & 1))) * 16;
-}
+#define ANGLE_CHUNKS (PAIRS / 2)
+__device__ __forceinline__ u32 angle_offset(int row, int chunk) { return (row * ANGLE_CHUNKS + (chunk ^ (row & 1))) * 16; }
 
-// Asynchronously copies the angles of 16 segments to shared memory; a warp calls it.
+// Asynchronously copies the angles of 16 segments to shared memory; a warp calls it. After the last mean, the last one
+// applies, as in the store: the table repeats it for 15 segments.
 __device__ __forceinline__ void prefetch_angles(const Params& p, u32 copy, int first_segment) {
-#pragma unroll 4
-  for (int i = lane_of_now(); i < 16 * (PAIRS / 2); i += 32) {
-    const int row = i / (PAIRS / 2), chunk = i % (PAIRS / 2);
-    // After the last mean, the last one applies, as in the store.
-    const u32 from = min(first_segment + row, p.recipe.mean_segments - 1) * (PAIRS * 2) + chunk * 4;
-    cp_async16_cached(copy + angle_offset(row, chunk), p.recipe.angles + from);
-  }
+  constexpr int ROWS = ANGLE_CHUNKS < 32 ? 32 / ANGLE_CHUNKS : 1, TURNS = ANGLE_CHUNKS < 32 ? 1 : ANGLE_CHUNKS / 32;
+  const int lane = lane_of_now(), row = ROWS > 1 ? lane / ANGLE_CHUNKS : 0, chunk = ROWS > 1 ? lane % ANGLE_CHUNKS : lane;
+  const u32* from = p.recipe.angles + min(first_segment, p.recipe.mean_segments - 1) * (PAIRS * 2) + lane * 4;
+#pragma unroll
+  for (int i = 0; i < 16; i += ROWS)
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++)
+      cp_async16_cached(copy + angle_offset(row + i, chunk + 32 * turn), from + (i * TURNS / ROWS + turn) * 128);
 }
 
 // A lane's angles of segments g and g + 8, and COUNT of the pairs, as words of A: both parts of each pair.
@@ -63,8 +64,8 @@ struct Angles {
   }
 
   // The same from a copy that prefetch_angles made.
-  __device__ __forceinline__ void load_copy(u32 copy, int first) {
-    const int g = (threadIdx.x & 31) >> 2;
+  __device__ __forceinline__ void load_copy(u32 copy, int first, int lane) {
+    const int g = lane >> 2;
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -72,7 +73,7 @@ struct Angles {
 #pragma unroll
         for (int k = 0; k < 4; k += 2) {
           u32 x[4];
-          load_words<4>(x, copy + angle_offset(g + 8 * i, (first + first_pair(j) + k) / 2));
+          load_words<4>(x, copy + angle_offset(g + 8 * i, (first + first_pair(j, lane) + k) / 2));
           keep(i, 4 * j + k, x[0], x[1], x[2], x[3]);
         }
   }
@@ -127,6 +128,25 @@ __device__ __forceinline__ void coefficient_words(u32* words, const QueryPairs& 
     split(words[i], words[2 + i], x * m + y * n, x * n - y * m);
   }
 }
+
+#if COLS == 4
+// Sums of A B over k steps, for four columns: the matmul's other four have the coefficients' lower parts, so that two
+// products give what takes three. Even and odd steps have sums of their own, so that fewer matmuls wait for another one.
+struct PairedSums {
+  float of[4][4] = {};
+
+  // Adds a k step; `b`: of the higher parts in lanes 0 to 15, of the lower ones in the others.
+  __device__ __forceinline__ void add(const u32* high, const u32* low, const u32* b, int step) {
+    mma<true>(of[step % 2], low, b[0], b[1]);
+    mma<true>(of[2 + step % 2], high, b[0], b[1]);
+  }
+  // Called by a whole warp; of the columns of lanes whose index is 0 or 1 modulo 4.
+  __device__ __forceinline__ float total(int i) const {
+    const float x = (of[0][i] + of[1][i]) + (of[2][i] + of[3][i]);
+    return x + __shfl_xor_sync(~0u, x, 2);
+  }
+};
+#endif
 
 // Sums of A B over k steps. The products with lower parts have sums of their own, so that matmuls do not wait for one
 // another; APART: 0 where registers would not suffice.

@@ -37,12 +37,19 @@ struct MeanInputs {
 #if KEEPS_ANGLES
     if (share.first < share.stop)
       prefetch_angles(p, behind_query + COEFFICIENT_BYTES + BIAS_BYTES, share.first * TILE / SEGMENT);
+    asm volatile("cp.async.commit_group;");
 #endif
   }
 };
 
 #if SEGMENT
+// Whether eight columns of a matmul are four and their lower parts.
+#define PAIRED_SUMS (COLS == 4 && KEEPS_COEFFICIENTS)
+#if PAIRED_SUMS
+using BiasSums = PairedSums;
+#else
 using BiasSums = ProductSums<N_TILES == 1>;
+#endif
 #endif
 
 // Biases of a lane's columns for the current tile.
@@ -83,26 +90,26 @@ struct Bias {
 
   // Computes the biases of 16 segments.
   __device__ __forceinline__ void fill(const Params& p) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+    const int lane = lane_of_now(), g = lane >> 2, c = lane & 3;
     BiasSums sums[N_TILES];
-#pragma unroll(KEEPS_ANGLES ? 2 : 1)
+#pragma unroll(KEEPS_ANGLES ? PAIRED_SUMS ? 4 : 2 : 1)
     for (int pair = 0; pair < PAIRS; pair += LOADED) {
       Angles<LOADED> angles;
       if (KEEPS_ANGLES)
-        angles.load_copy(table + BIAS_BYTES, pair);
+        angles.load_copy(table + BIAS_BYTES, pair, lane);
       else
         angles.load(p, first, pair);
       add(p, sums, angles, pair / 8);
     }
     __syncwarp();  // all lanes have read the earlier biases, and the angles
     if (KEEPS_ANGLES && first + 16 <= last) prefetch_angles(p, table + BIAS_BYTES, first + 16);
-    if (2 * c < COLS)
 #pragma unroll
-      for (int n = 0; n < N_TILES; n++)
+    for (int n = 0; n < N_TILES; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-          store_float2(table + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums[n].total(2 * i) * scale,
-                       sums[n].total(2 * i + 1) * scale);
+      for (int i = 0; i < 2; i++) {
+        const float x = sums[n].total(2 * i), y = sums[n].total(2 * i + 1);
+        if (2 * c < COLS) store_float2(table + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, x * scale, y * scale);
+      }
     __syncwarp();
   }
 
@@ -114,9 +121,15 @@ struct Bias {
       angles.operands(high, low, step);
 #pragma unroll
       for (int n = 0; n < N_TILES; n++) {
+#if PAIRED_SUMS
+        u32 b[2];
+        load_words<2>(b, address(n, first_step + step) + (threadIdx.x & 16) / 2);
+        sums[n].add(high, low, b, step);
+#else
         u32 b[4];
         load_words<4>(b, address(n, first_step + step));
         sums[n].add(high, low, b);
+#endif
       }
     }
 #else

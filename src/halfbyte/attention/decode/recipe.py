@@ -120,7 +120,7 @@ def _bind_transform(
         assert angles is not None, "made from `tables`"
         arguments.bind(low=tables.low, high=tables.high, angles=angles)
         arguments.bind(low_mean=tables.low_mean, high_mean=tables.high_mean)
-        arguments.params.mean_segments = len(angles)
+        arguments.params.mean_segments = len(tables.cos)
     if (first := transform.first_tokens(dtype)) is not None:
         arguments.bind(first_keys=first[0], first_values=first[1])
 

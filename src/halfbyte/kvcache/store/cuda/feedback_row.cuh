@@ -232,7 +232,7 @@ __device__ __forceinline__ void store_key_row(const Params& p, u32 cta, SharedRo
   const u32 token = cta / KV_HEADS * WARPS + warp;
   const float* factor = p.feedback + (u64)head * HEAD_SIZE * HEAD_SIZE;
   const float g = p.k_scale ? *p.k_scale : p.k_scale_number;
-  const i64 position = position_of(p, token);
+  const u32 position = position_of(p, token);
   const Place place = Place::of(p, token);
 #if K_WEIGHTED
   const u32 weight = 4 * threadIdx.x;

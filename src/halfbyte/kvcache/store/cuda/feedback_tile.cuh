@@ -19,7 +19,7 @@
 __device__ __forceinline__ int at(int channel, int row) { return channel * TILE + channel / BLOCK * PADDING + row; }
 
 // Centres and rotates the tile.
-__device__ __forceinline__ void load_tile(const Params& p, float* tile, u32 token, u32 head, i64 position) {
+__device__ __forceinline__ void load_tile(const Params& p, float* tile, u32 token, u32 head, u32 position) {
   const u32 lane = threadIdx.x % 32, part = lane % PARTS, begin = token - lane;
   Mean mean;
 #pragma unroll 1
@@ -95,7 +95,7 @@ __device__ __forceinline__ void store_key_tile(const Params& p, u32 number, floa
   const u32 token = number % tiles * TILE + lane;
   if (head >= KV_HEADS) return;
   const float* factor = p.feedback + (u64)head * HEAD_SIZE * HEAD_SIZE;
-  const i64 position = position_of(p, token);
+  const u32 position = position_of(p, token);
   const Place place = Place::of(p, token);
   load_tile(p, tile, token, head, position);
   int first = -1;

@@ -129,15 +129,14 @@ struct Place {
   }
 };
 
-// A position that has a mean; padding may have any, and is not stored.
-__device__ __forceinline__ u32 segment_of(const Params& p, i64 position) {
-#if SEGMENT
-  const i64 last = (i64)p.num_segments * SEGMENT - 1;
-  return (u32)(position < 0 ? 0 : position > last ? last : position) / SEGMENT;
-#else
-  return 0;
-#endif
+// A position in one register: the last one that has a mean for those beyond it, and 1 for negative ones. (Padding may have
+// any, and is not stored.)
+__device__ __forceinline__ u32 known_position(const Params& p, i64 position) {
+  const i64 last = SEGMENT ? (i64)p.num_segments * SEGMENT - 1 : 1;
+  return (u32)(position < 0 ? 1 : position > last ? last : position);
 }
+
+__device__ __forceinline__ u32 segment_of(u32 position) { return SEGMENT ? position / SEGMENT : 0; }
 
 // Prefetches what the block of a thread depends on, before wait_for_previous: a position may be outdated, which only
 // makes the prefetch useless. (Volatile, so that L1 does not keep it.)
@@ -151,7 +150,7 @@ __device__ __forceinline__ void prefetch_key_block(const Params& p, u32 part, u3
   prefetch_l2(p.partner_mean + of_head);
   if (token >= p.num_slots) return;
   prefetch_l2(p.slots + token * p.slot_stride);
-  const u64 of_segment = (u64)segment_of(p, *(const volatile i64*)(p.positions + token)) * HEAD_SIZE + part * BLOCK;
+  const u64 of_segment = (u64)segment_of(known_position(p, *(const volatile i64*)(p.positions + token))) * HEAD_SIZE + part * BLOCK;
   prefetch_l2(p.cos + of_segment);
   prefetch_l2(p.sin + of_segment);
 #endif
@@ -191,13 +190,13 @@ struct Mean {
   }
 };
 
-// The same in shared memory, where registers are needed for something else.
+// The same in shared memory, where registers are needed for something else, and one more number.
 struct SharedMean {
   static constexpr u32 STRIDE = 16 * 32 * WARPS;
   u32 own;  // address of this thread's first four; others are STRIDE apart
   u32 segment = ~0u;
 
-  // `memory`: MEAN_BYTES of the CTA's shared memory.
+  // `memory`: 80 bytes of shared memory for each thread of the CTA.
   __device__ __forceinline__ explicit SharedMean(unsigned char* memory)
       : own(shared_address(memory) + threadIdx.x * 16) {}
 
@@ -215,8 +214,9 @@ struct SharedMean {
       key[4 * i + 2] = sub(key[4 * i + 2], float_of(x.z)), key[4 * i + 3] = sub(key[4 * i + 3], float_of(x.w));
     }
   }
+  __device__ __forceinline__ void keep(float x) const { store_float2(own + 4 * STRIDE, x, 0.0f); }
+  __device__ __forceinline__ float kept() const { return load_float2(own + 4 * STRIDE).x; }
 };
-#define MEAN_BYTES (SEGMENT ? 4 * BLOCK * 32 * WARPS : 0)
 
 // Multiplies heads by the Hadamard matrix (numerics/hadamard.py). LANES lanes side by side have a head, COUNT values
 // each; this is lane `part` of them.
@@ -245,9 +245,9 @@ __device__ __forceinline__ void rotate(float* x, u32 part) {
 // part.
 template <class Means>
 __device__ __forceinline__ void change_key(const Params& p, float* x, Means& mean, u32 token, u32 head, u32 part,
-                                           i64 position) {
+                                           u32 position) {
 #if SEGMENT
-  if (token < p.num_slots) mean.subtract_from(x, p, head, part, segment_of(p, position));
+  if (token < p.num_slots) mean.subtract_from(x, p, head, part, segment_of(position));
 #endif
 #if ROTATE
   rotate<BLOCK, PARTS>(x, part);
@@ -256,7 +256,7 @@ __device__ __forceinline__ void change_key(const Params& p, float* x, Means& mea
 
 // Loads K' of a block, as `change_key` has it.
 __device__ __forceinline__ void load_key(const Params& p, float* x, Mean& mean, u32 token, u32 head, u32 part,
-                                         i64 position) {
+                                         u32 position) {
   if (token < p.num_slots) {
     load_block<KEY_TYPE>(x, p.key, token * p.key_token + head * p.key_head + part * BLOCK);
   } else {
@@ -266,8 +266,8 @@ __device__ __forceinline__ void load_key(const Params& p, float* x, Mean& mean, 
   change_key(p, x, mean, token, head, part, position);
 }
 
-__device__ __forceinline__ i64 position_of(const Params& p, u32 token) {
-  return token < p.num_slots ? p.positions[token] : 1;
+__device__ __forceinline__ u32 position_of(const Params& p, u32 token) {
+  return token < p.num_slots ? known_position(p, p.positions[token]) : 1;
 }
 
 #if FIRST_TYPE >= 0

@@ -154,7 +154,10 @@ __device__ __forceinline__ int best_scale(const float* x, const Weights& weights
   bool is_sure;
   int best = likely_scale(x, weights, g, start, is_sure);
   is_sure = is_sure && (u32)start - 9 <= LARGEST_SCALE - 9;
-  if (__any_sync(~0u, !is_sure && amax > 0.0f)) best = exact_scale<EASY>(x, weights, amax, g);
+  if (__any_sync(~0u, !is_sure && amax > 0.0f)) {
+    asm volatile("" : "+f"(g));  // or its products take registers of loops over blocks, for this rare case
+    best = exact_scale<EASY>(x, weights, amax, g);
+  }
   return amax == amax ? best : NAN_SCALE;
 }
 

@@ -37,13 +37,16 @@ struct KeyBlock {
 
 // Blocks of K of `tokens` tokens, a power of two, without error feedback. `position` and `place` are the first one's.
 template <bool EASY>
-__device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, u32 tokens, i64 position, Place place,
+__device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, u32 tokens, u32 position, Place place,
                                                  float g, unsigned char* memory) {
   const u32 part = block.part, head = block.head;
 #if K_WEIGHTED
-  const Weights weights(p.k_weights + head * HEAD_SIZE + part * BLOCK);
+  Weights weights(p.k_weights + head * HEAD_SIZE + part * BLOCK);
 #endif
-  SharedMean mean(memory + (SEGMENT ? BLOCK_AHEAD_BYTES : 0));
+  SharedMean mean(memory + BLOCK_AHEAD_BYTES);
+#if K_WEIGHTED
+  mean.keep(weights.sum);
+#endif
   BlocksAhead<KEY_TYPE> blocks(memory);
   auto copy = [&](u32 token) {
     blocks.copy(token, p.key, token * p.key_token + head * p.key_head + part_of_now(part) * BLOCK, token < p.num_slots);
@@ -61,6 +64,7 @@ __device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block
     if (!is_last) copy(token + 1);
     change_key(p, x, mean, token, head, part, position);
 #if K_WEIGHTED
+    weights.sum = mean.kept();
     const Encoded encoded = encode_weighted<EASY>(x, weights, g);
 #else
     const Encoded encoded = encode_as_format<EASY, FOUR_OVER_SIX>(x, g);
@@ -79,7 +83,7 @@ __device__ __forceinline__ void store_keys(const Params& p, unsigned char* memor
 #if BY == BY_BLOCK
   const KeyBlock block(p);
   // Loaded together with g.
-  const i64 position = position_of(p, block.token);
+  const u32 position = position_of(p, block.token);
   const Place place = Place::of(p, block.token);
   if (is_easy(g)) {
     store_key_blocks<true>(p, block, p.tokens, position, place, g, memory);

@@ -53,7 +53,7 @@ _ROWS_PER_SM = 32
 """Min (token, head) rows per SM for error feedback by tiles of 32 tokens. With fewer, one warp per
 row is faster, although it does six times the work."""
 
-_MAX_TOKENS = 2
+_MAX_TOKENS = 4
 """Max tokens per thread, a power of two: it loads means and weights once for all of its tokens."""
 _BLOCKS_PER_SM = 1024
 """Min blocks of 16 values per SM before a thread takes another token: the GPU stays full."""
@@ -120,7 +120,7 @@ class StoreVariant(NamedTuple):
         if self.by == _BY_TILE:
             parts = size // BLOCK_SIZE
             return max(ahead, 4 * warps * parts * (BLOCK_SIZE * _TILE + max(4, _TILE // parts)))
-        return ahead + (4 * BLOCK_SIZE * self.threads if self.segment else 0)
+        return ahead + 80 * self.threads
 
     def k_ctas(self, layout: PageLayout, num_slots: int, tokens: int) -> int:
         """CTAs that take K; by blocks, a thread has a block of so many tokens."""
