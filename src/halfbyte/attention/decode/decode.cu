@@ -41,6 +41,9 @@
 // Scales then multiply the sums (K) and probabilities (V) of their blocks instead of every value of A,
 // which is fewer products. Without DUPLICATE they multiply A.
 
+// See formats.cuh.
+#define MULTIPLIES_SHIFTS (ROTATE || SEGMENT || RECENT)
+
 #include "attention/decode/recent.cuh"
 #include "attention/decode/tables.cuh"
 

@@ -136,16 +136,34 @@ __device__ __forceinline__ u32 max_half2(u32 a, u32 b) {
   return y;
 }
 
+// Powers of two that the compiler does not know.
+#if MULTIPLIES_SHIFTS
+__constant__ u32 FACTORS[3] = {1 << 1, 1 << 4, 1 << 8};
+#endif
+
+// x << N, as a product with MULTIPLIES_SHIFTS. The pipe of LOP3 is the busiest one of the loop over tiles; products go to
+// another. The compiler chooses a pipe for each shift by the whole kernel, and sends too many to that of LOP3 if there
+// is much besides that loop.
+template <int N>
+__device__ __forceinline__ u32 shift_left(u32 x) {
+#if MULTIPLIES_SHIFTS
+  static_assert(N == 1 || N == 4 || N == 8);
+  return x * FACTORS[N == 1 ? 0 : N == 4 ? 1 : 2];
+#else
+  return x << N;
+#endif
+}
+
 // Eight nibbles to four pairs of halves, each value times 2^-14. Byte b holds elements 2b (low
 // nibble) and 2b + 1: h0 = (3, 7), h1 = (1, 5), h2 = (2, 6), h3 = (0, 4).
 __device__ __forceinline__ void unpack_e2m1(u32* h, u32 w) {
   const u32 keep = 0x8E008E00u;
   u32 z = select_bits(w >> 3, w, 0x0E0E0E0Eu);
-  u32 y = select_bits(w << 1, w << 4, 0x0E0E0E0Eu);
+  u32 y = select_bits(shift_left<1>(w), shift_left<4>(w), 0x0E0E0E0Eu);
   h[0] = z & keep;
-  h[1] = (z << 8) & keep;
+  h[1] = shift_left<8>(z) & keep;
   h[2] = y & keep;
-  h[3] = (y << 8) & keep;
+  h[3] = shift_left<8>(y) & keep;
 }
 
 // The two E4M3 scales in the low 16 bits to a pair of halves; NaN stays NaN.

@@ -23,7 +23,7 @@ __device__ __forceinline__ void split(u32& high, u32& low, float x, float y) {
 
 // Of every 16 pairs a lane has four: 4 c .. 4 c + 3. Two of them make a k step, k values 2 c and 2 c + 1 being
 // the cosine and the sine of one pair.
-__device__ __forceinline__ int first_pair(int sixteen, int lane = threadIdx.x & 31) { return sixteen * 16 + (lane & 3) * 4; }
+__device__ __forceinline__ int first_pair(int sixteen) { return sixteen * 16 + (threadIdx.x & 3) * 4; }
 
 // Offset of 16 bytes of a row in a copy of 16 segments' angles; the XOR avoids bank conflicts between neighbouring rows.
 #define ANGLE_CHUNKS (PAIRS / 2)
@@ -64,8 +64,8 @@ struct Angles {
   }
 
   // The same from a copy that prefetch_angles made.
-  __device__ __forceinline__ void load_copy(u32 copy, int first, int lane) {
-    const int g = lane >> 2;
+  __device__ __forceinline__ void load_copy(u32 copy, int first) {
+    const int g = (threadIdx.x & 31) >> 2;
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -73,7 +73,7 @@ struct Angles {
 #pragma unroll
         for (int k = 0; k < 4; k += 2) {
           u32 x[4];
-          load_words<4>(x, copy + angle_offset(g + 8 * i, (first + first_pair(j, lane) + k) / 2));
+          load_words<4>(x, copy + angle_offset(g + 8 * i, (first + first_pair(j) + k) / 2));
           keep(i, 4 * j + k, x[0], x[1], x[2], x[3]);
         }
   }

@@ -90,13 +90,13 @@ struct Bias {
 
   // Computes the biases of 16 segments.
   __device__ __forceinline__ void fill(const Params& p) {
-    const int lane = lane_of_now(), g = lane >> 2, c = lane & 3;
+    const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
     BiasSums sums[N_TILES];
 #pragma unroll(KEEPS_ANGLES ? PAIRED_SUMS ? 4 : 2 : 1)
     for (int pair = 0; pair < PAIRS; pair += LOADED) {
       Angles<LOADED> angles;
       if (KEEPS_ANGLES)
-        angles.load_copy(table + BIAS_BYTES, pair, lane);
+        angles.load_copy(table + BIAS_BYTES, pair);
       else
         angles.load(p, first, pair);
       add(p, sums, angles, pair / 8);
