@@ -26,6 +26,7 @@ def committed() -> list[Bound]:
         *moe.of_moe(result("moe"), moe.KNOWN_MISSES),
         *recipes.of_accuracy(result("kv_recipes")),
         *recipes.of_speed(result("recipe_speed")),
+        *recipes.of_cpu_speed(result("recipe_speed_cpu")),
         *vllm.of_steps(result("vllm_step")),
         *vllm.of_qwen3_moe(result("vllm_step_qwen3_30b_a3b")),
         *vllm.of_gpt_oss(result("vllm_step_gpt_oss_20b")),

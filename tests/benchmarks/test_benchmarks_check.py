@@ -38,6 +38,7 @@ def test_every_bound_is_there() -> None:
         "moe": 11,
         "kv_recipes": 20,
         "recipe_speed": 9,
+        "recipe_speed_cpu": 2,
         "vllm_step": 8,
         "vllm_step_qwen3_30b_a3b": 5,
         "vllm_step_gpt_oss_20b": 4,
