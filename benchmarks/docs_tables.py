@@ -133,7 +133,7 @@ def cpu_linear() -> str:
             f"{row['n']:,} x {row['k']:,}",
             f"{row['m']:,}",
             *(
-                f"{row['subjects'][name]['back_to_back'] / 1e3:.2f}"
+                f"{row['contenders'][name]['back_to_back'] / 1e3:.2f}"
                 for name in ("cpu", "dense_bf16")
             ),
         ]

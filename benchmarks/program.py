@@ -52,7 +52,7 @@ def failures(report: Report, *, ours: bool = False) -> list[str]:
     return [
         f"{row['shape']} M={row['m']}: {name}: {entry['failed']}"
         for row in report["microseconds"]
-        for name, entry in row["subjects"].items()
+        for name, entry in row["contenders"].items()
         if "failed" in entry
         and (not ours or name in (*OURS, "reference") or WRONG in entry["failed"])
     ]

@@ -22,7 +22,7 @@ def judged_by(on_gpu: bool) -> tuple[str, ...]:
 
 def time_of(row: Row, name: str | None, timing: str) -> float | None:
     """A contender's time in µs; None if not measured."""
-    time: float | None = row["subjects"].get(name, {}).get(timing)
+    time: float | None = row["contenders"].get(name, {}).get(timing)
     return time
 
 
@@ -35,7 +35,7 @@ def ratios(row: Row, backends: Iterable[str]) -> Row:
     """For each timing the fastest backend, and time ratios; None if one is missing.
 
     Args:
-        row: a case with `subjects`, `selected` and `selected_without_hint`.
+        row: a case with `contenders`, `selected` and `selected_without_hint`.
         backends: names of the contenders with NVFP4 weights.
     """
     result: Row = {}

@@ -10,7 +10,7 @@ Fields beyond those of `halfbyte.bench.LinearBenchmark`:
     empty                                         on a GPU, times of a kernel that does nothing
     judged_by                                     the timings that bounds use
     microseconds: one row per case
-        subjects                                  by name, also:
+        contenders                                by name, also:
             in_graph, graph                       on a GPU, see `benchmarks.timing`
             bytes, terabytes_per_s, by            `plain_read`: by `judged_by`; its name
             inexact                               true if a peer's error is more than allowed
@@ -148,7 +148,7 @@ class LinearRun(LinearBenchmark):
             "n": n,
             "k": k,
             "m": m,
-            "subjects": entries,
+            "contenders": entries,
             "selected": self._selected(weights.shape, m),
             "selected_without_hint": self._selected(weights.shape, None),
         }

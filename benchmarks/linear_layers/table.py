@@ -19,7 +19,7 @@ def linear_tables(report: Report) -> Iterator[Table]:
     rows, timing = report["microseconds"], report["judged_by"][0]
     for shape in dict.fromkeys(row["shape"] for row in rows):
         chosen = [row for row in rows if row["shape"] == shape]
-        names = list(dict.fromkeys(name for row in chosen for name in row["subjects"]))
+        names = list(dict.fromkeys(name for row in chosen for name in row["contenders"]))
         table = Table(box=None, pad_edge=False)
         table.add_column(shape, justify="right", no_wrap=True)
         for heading in [*names, "selected", "/ fastest", "/ dense"]:
@@ -28,7 +28,7 @@ def linear_tables(report: Report) -> Iterator[Table]:
             over = row[timing]
             table.add_row(
                 f"M {row['m']}",
-                *(_microseconds(row["subjects"].get(name, {}), timing) for name in names),
+                *(_microseconds(row["contenders"].get(name, {}), timing) for name in names),
                 row["selected"],
                 _ratio(over["selected_over_fastest"]),
                 _ratio(over["selected_over_dense"]),
@@ -95,7 +95,7 @@ def linear_markdown_table(report: Report) -> str:
     shown = [row for row in rows if row["m"] in _SHOWN_ROWS] or rows
     for row in shown:
         names = (ours(row), "humming", DENSE)
-        times = [(time_of(row, name, timing), row["subjects"].get(name, {})) for name in names]
+        times = [(time_of(row, name, timing), row["contenders"].get(name, {})) for name in names]
         over = row[timing]
         share = over["ours_of_read"]
         cells = [

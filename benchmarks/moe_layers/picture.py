@@ -26,7 +26,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
         ValueError: matplotlib is missing, or the report has no time of `cuda`.
     """
     timing = report["judged_by"][0]
-    rows = [row for row in report["microseconds"] if timing in row["subjects"].get(LINES[0][0], {})]
+    rows = [
+        row for row in report["microseconds"] if timing in row["contenders"].get(LINES[0][0], {})
+    ]
     if not rows:
         raise ValueError(f"picture: the report has no times of {LINES[0][0]}")
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
@@ -52,11 +54,11 @@ def _draw_lines(axes: Any, rows: list[dict[str, Any]], timing: str) -> dict[str,
     """Draw a panel; its lines by label."""
     drawn = {}
     for name, label, color, style in LINES:
-        shown = [row for row in rows if timing in row["subjects"].get(name, {})]
+        shown = [row for row in rows if timing in row["contenders"].get(name, {})]
         if not shown:
             continue
         tokens = [row["m"] for row in shown]
-        times = [row["subjects"][name][timing] for row in shown]
+        times = [row["contenders"][name][timing] for row in shown]
         width = 2.4 if name == LINES[0][0] else 1.4
         (drawn[label],) = axes.plot(tokens, times, style, color=color, linewidth=width, marker=".")
     axes.set_xscale("log", base=2)

@@ -28,7 +28,7 @@ def moe_ratios(row: Row, read_terabytes_per_s: float) -> Row:
     """For each timing, our kernel beside the read rate, a plain read and peers; None if missing.
 
     Args:
-        row: a case with `subjects` and `bytes_hit`.
+        row: a case with `contenders` and `bytes_hit`.
         read_terabytes_per_s: of a reduction over much memory, in the same run.
 
     Returns:

@@ -10,7 +10,7 @@ beyond those of `halfbyte.bench.MoeBenchmark`:
     judged_by                            the timings that bounds use
     microseconds: one row per case
         bytes_hit                        of the experts hit, in the mean over the routings
-        subjects                         by name: times, `error` and `allowed_error` of ours
+        contenders                       by name: times, `error` and `allowed_error` of ours
                                          (`cuda`, `triton`, ...), peers and `dense_bf16` (PyTorch)
             plain_read                   of as many bytes: `bytes`, `terabytes_per_s`, `by`
         selected                         the backend of a layer
@@ -141,7 +141,7 @@ class MoeRun(MoeBenchmark):
             "shape": str(experts.shape),
             "m": m,
             "bytes_hit": num_bytes,
-            "subjects": entries,
+            "contenders": entries,
             "selected": select_moe_kernel(experts.shape.config(self.dtype, self.device)).name,
         }
         return {**row, **moe_ratios(row, self.report["read_terabytes_per_s"])}

@@ -25,7 +25,7 @@ def moe_tables(report: Report) -> Iterator[Table]:
     rows, timing = report["microseconds"], report["judged_by"][0]
     for shape in dict.fromkeys(row["shape"] for row in rows):
         chosen = [row for row in rows if row["shape"] == shape]
-        names = list(dict.fromkeys(name for row in chosen for name in row["subjects"]))
+        names = list(dict.fromkeys(name for row in chosen for name in row["contenders"]))
         table = Table(box=None, pad_edge=False)
         for heading in (shape, "MB hit", *names, "of read rate", "/ read", "/ peer", "/ bf16"):
             table.add_column(heading, justify="right", no_wrap=True)
@@ -35,7 +35,7 @@ def moe_tables(report: Report) -> Iterator[Table]:
             table.add_row(
                 f"M {row['m']}",
                 f"{row['bytes_hit'] / 1e6:,.1f}",
-                *(_cell(row["subjects"].get(name, {}), timing) for name in names),
+                *(_cell(row["contenders"].get(name, {}), timing) for name in names),
                 _share(found["ours_of_read_rate"]),
                 *(_ratio(found[name]) for name in ratios),
             )

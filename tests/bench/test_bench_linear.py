@@ -39,8 +39,8 @@ def test_report_says_what_was_measured() -> None:
         ("80x32 M=20", "80x32", 80, 32, 20),
     ]
     for row in rows:
-        assert list(row["subjects"]) == ["reference", "dense_bf16"]
-        ours = row["subjects"]["reference"]
+        assert list(row["contenders"]) == ["reference", "dense_bf16"]
+        ours = row["contenders"]["reference"]
         assert set(ours) == {*TIMES, "error", "allowed_error"}
         assert ours["error"] < 1e-5 < ours["allowed_error"] < 0.05
 
@@ -53,8 +53,8 @@ def test_by_default_our_own_backends_are_measured() -> None:
 def test_a_failure_is_noted_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceKernel, "process_weights_after_loading", lambda *_: 1 // 0)
     for row in LinearBenchmark(CPU, [(32, 32)], [1, 2], ["reference"]).run():
-        assert row["subjects"]["reference"]["failed"].startswith("ZeroDivisionError: ")
-        assert row["subjects"]["dense_bf16"]["single"] > 0
+        assert row["contenders"]["reference"]["failed"].startswith("ZeroDivisionError: ")
+        assert row["contenders"]["dense_bf16"]["single"] > 0
 
 
 @pytest.mark.parametrize("value", [0.05, torch.nan])
@@ -68,7 +68,9 @@ def test_a_wrong_result_has_failed(monkeypatch: pytest.MonkeyPatch, value: float
 
     monkeypatch.setattr(ReferenceKernel, "apply_weights", wrong)
     (row,) = LinearBenchmark(CPU, [(32, 32)], [3], ["reference"]).run()
-    assert row["subjects"]["reference"]["failed"].startswith("RuntimeError: wrong results: error ")
+    assert row["contenders"]["reference"]["failed"].startswith(
+        "RuntimeError: wrong results: error "
+    )
 
 
 def test_errors_are_the_largest_of_all_rows() -> None:
@@ -122,5 +124,5 @@ def test_arguments_are_checked_first() -> None:
 def test_benchmark_on_a_gpu() -> None:
     for row in LinearBenchmark(torch.device("cuda"), [(512, 1024)], [1, 300], ["cuda"]).run():
         for name in ("cuda", "dense_bf16"):
-            assert "failed" not in row["subjects"][name], row["subjects"][name]
-            assert row["subjects"][name]["single"] > 0
+            assert "failed" not in row["contenders"][name], row["contenders"][name]
+            assert row["contenders"][name]["single"] > 0

@@ -38,14 +38,14 @@ def test_report_says_what_was_measured() -> None:
         "3x1x64x32-mxfp4 M=20",
     ]
     for row in rows:
-        assert list(row["subjects"]) == ["reference", "dense_bf16"]
-        ours = row["subjects"]["reference"]
+        assert list(row["contenders"]) == ["reference", "dense_bf16"]
+        ours = row["contenders"]["reference"]
         assert set(ours) == {*TIMES, *RATE, "error", "allowed_error"}
         assert ours["error"] < 1e-5 < ours["allowed_error"] < 0.1
-        assert set(row["subjects"]["dense_bf16"]) == {*TIMES, "error", "allowed_error"}
+        assert set(row["contenders"]["dense_bf16"]) == {*TIMES, "error", "allowed_error"}
     one_token = 2 * (3 * 64 * 32 // 2 + 3 * 64 * 32 // 16)  # two experts
-    assert rows[0]["subjects"]["reference"]["bytes"] == one_token
-    assert rows[1]["subjects"]["reference"]["bytes"] == 2 * one_token
+    assert rows[0]["contenders"]["reference"]["bytes"] == one_token
+    assert rows[1]["contenders"]["reference"]["bytes"] == 2 * one_token
 
 
 def test_by_default_our_own_backends_are_measured() -> None:
@@ -87,8 +87,10 @@ def test_a_wrong_result_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ReferenceKernel, "apply", wrong)
     (row,) = MoeBenchmark(CPU, SMALL[:1], [3], ["reference"]).run()
-    assert row["subjects"]["reference"]["failed"].startswith("RuntimeError: wrong results: error ")
-    assert row["subjects"]["dense_bf16"]["single"] > 0
+    assert row["contenders"]["reference"]["failed"].startswith(
+        "RuntimeError: wrong results: error "
+    )
+    assert row["contenders"]["dense_bf16"]["single"] > 0
 
 
 def test_shapes_by_name_and_size() -> None:

@@ -22,16 +22,16 @@ def row(m: int = 1, n: int = 4096, k: int = 14336, **changes: float | None) -> d
     """
     in_a_row, in_graph = changes.pop("back_to_back_cuda", None), changes.pop("in_graph_cuda", None)
     times = {name: time for name, time in {**GOOD, **changes}.items() if time is not None}
-    subjects: dict[str, dict[str, Any]] = {
+    contenders: dict[str, dict[str, Any]] = {
         name: {"single": time, "back_to_back": time / 2, "in_graph": time / 2}
         for name, time in times.items()
     }
-    subjects["reference"] = {"failed": "RuntimeError: too large"}
+    contenders["reference"] = {"failed": "RuntimeError: too large"}
     if in_a_row is not None:
-        subjects["cuda"]["back_to_back"] = in_a_row
+        contenders["cuda"]["back_to_back"] = in_a_row
     if in_graph is not None:
-        subjects["cuda"]["in_graph"] = in_graph
-    case: dict[str, Any] = {"shape": f"{n}x{k}", "n": n, "k": k, "m": m, "subjects": subjects}
+        contenders["cuda"]["in_graph"] = in_graph
+    case: dict[str, Any] = {"shape": f"{n}x{k}", "n": n, "k": k, "m": m, "contenders": contenders}
     case |= {"selected": "cuda", "selected_without_hint": "triton"}
     return {**case, **ratios(case, BACKENDS)}
 
@@ -140,7 +140,7 @@ def test_unmeasured_claims_are_not_reported_to_hold() -> None:
 def test_who_cannot_be_captured_might_be_the_fastest() -> None:
     """A peer that syncs with the host has no graph time."""
     case = row(16)
-    del case["subjects"]["humming"]["in_graph"]
+    del case["contenders"]["humming"]["in_graph"]
     case |= ratios(case, BACKENDS)
     assert case["in_graph"]["fastest"] is case["in_graph"]["selected_over_fastest"] is None
     assert case["back_to_back"]["fastest"] == "cuda"
@@ -164,7 +164,7 @@ def test_markdown_table_of_a_run() -> None:
 
 def test_markdown_table_marks_a_peer_that_was_inexact() -> None:
     case = row(16)
-    case["subjects"]["humming"]["inexact"] = True
+    case["contenders"]["humming"]["inexact"] = True
     assert "| 5.0 µs | 7.5 µs* | 20.0 µs |" in linear_markdown_table(report(case))
 
 

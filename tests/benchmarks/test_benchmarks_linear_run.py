@@ -50,7 +50,7 @@ def test_report_says_what_was_measured_and_on_what() -> None:
         ("80x32", 80, 32, 1),
         ("80x32", 80, 32, 20),
     ]
-    few, many = rows[0]["subjects"], rows[1]["subjects"]
+    few, many = rows[0]["contenders"], rows[1]["contenders"]
     assert list(few) == ["reference", "dense_bf16", "dense_fp32", "plain_read"]
     assert set(few) - set(many) == {"plain_read"}
     assert set(few["reference"]) == {*TIMES, "error", "allowed_error"}
@@ -70,10 +70,10 @@ def test_report_says_what_was_measured_and_on_what() -> None:
 
 def test_slow_backends_are_measured_for_few_tokens() -> None:
     (few, many) = run((32, 32), rows=(16, 17))["microseconds"]
-    assert "reference" in few["subjects"]
-    assert "reference" not in many["subjects"]
+    assert "reference" in few["contenders"]
+    assert "reference" not in many["contenders"]
     (many,) = run((32, 32), rows=(17,), backends=["reference"])["microseconds"]
-    assert "reference" in many["subjects"]
+    assert "reference" in many["contenders"]
 
 
 def test_a_failure_is_noted_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +83,8 @@ def test_a_failure_is_noted_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ReferenceKernel, "apply_weights", fails)
     benchmark = LinearRun(CPU, [(32, 32)], [1], ["reference"])
     (row,) = benchmark.run()
-    assert row["subjects"]["reference"] == {"failed": "RuntimeError: no kernel for this"}
-    assert row["subjects"]["dense_bf16"]["single"] > 0
+    assert row["contenders"]["reference"] == {"failed": "RuntimeError: no kernel for this"}
+    assert row["contenders"]["dense_bf16"]["single"] > 0
     expected = ["32x32 M=1: reference: RuntimeError: no kernel for this"]
     assert failures(benchmark.report) == failures(benchmark.report, ours=True) == expected
     assert "failed" in printed(benchmark.report)
@@ -92,8 +92,8 @@ def test_a_failure_is_noted_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ReferenceKernel, "process_weights_after_loading", lambda *_: 1 // 0)
     benchmark = LinearRun(CPU, [(32, 32)], [1, 2], ["reference"])
     for row in benchmark.run():
-        assert row["subjects"]["reference"]["failed"].startswith("ZeroDivisionError: ")
-        assert row["subjects"]["plain_read"]["single"] > 0
+        assert row["contenders"]["reference"]["failed"].startswith("ZeroDivisionError: ")
+        assert row["contenders"]["plain_read"]["single"] > 0
 
 
 @pytest.mark.parametrize("value", [0.05, torch.nan])
@@ -110,9 +110,9 @@ def test_a_wrong_result_has_failed_loudly(monkeypatch: pytest.MonkeyPatch, value
     monkeypatch.setattr("benchmarks.linear_layers.run.OURS", ())
     benchmark = LinearRun(CPU, [(32, 32)], [3], ["reference"])
     (row,) = benchmark.run()
-    message = row["subjects"]["reference"]["failed"]
+    message = row["contenders"]["reference"]["failed"]
     assert message.startswith("wrong results: error ")
-    assert "single" not in row["subjects"]["reference"]
+    assert "single" not in row["contenders"]["reference"]
     assert len(failures(benchmark.report, ours=True)) == 1
 
 
@@ -178,8 +178,8 @@ def test_benchmark_on_a_gpu() -> None:
     benchmark = LinearRun(torch.device("cuda"), [(512, 1024)], [1, 300], ["cuda"])
     for row in benchmark.run():
         for name in ("cuda", "dense_bf16"):
-            assert "failed" not in row["subjects"][name], row["subjects"][name]
-            assert row["subjects"][name]["graph"]
-    read = benchmark.report["microseconds"][0]["subjects"]["plain_read"]
+            assert "failed" not in row["contenders"][name], row["contenders"][name]
+            assert row["contenders"][name]["graph"]
+    read = benchmark.report["microseconds"][0]["contenders"]["plain_read"]
     assert 0 < read["terabytes_per_s"] < 20
     assert benchmark.report["bounds"]

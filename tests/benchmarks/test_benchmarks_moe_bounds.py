@@ -38,17 +38,17 @@ def case(shape: str, m: int, **changes: float | None) -> dict[str, Any]:
         for name, factor in factors.items()
         if factor is not None
     }
-    subjects: dict[str, Any] = {
+    contenders: dict[str, Any] = {
         name: {"single": time + 3, "back_to_back": time + 2, "in_graph": time}
         for name, time in times.items()
     }
-    subjects["triton_kernels"] = {"failed": "RuntimeError: not for this"}
+    contenders["triton_kernels"] = {"failed": "RuntimeError: not for this"}
     row = {
         "name": f"{shape} M={m}",
         "shape": shape,
         "m": m,
         "bytes_hit": num_bytes,
-        "subjects": subjects,
+        "contenders": contenders,
         "selected": "cuda",
     }
     return {**row, **moe_ratios(row, RATE)}
@@ -97,7 +97,7 @@ def test_without_a_needed_peer_none_is_the_fastest(needed: str) -> None:
 
 def test_who_cannot_be_captured_might_be_the_fastest() -> None:
     row = case(QWEN, 16)
-    del row["subjects"]["humming"]["in_graph"]
+    del row["contenders"]["humming"]["in_graph"]
     found = moe_ratios(row, RATE)
     assert found["in_graph"]["fastest_peer"] is None
     assert found["back_to_back"]["fastest_peer"] == "vllm_marlin"

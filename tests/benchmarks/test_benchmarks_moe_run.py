@@ -88,11 +88,13 @@ def test_report_says_what_was_measured_and_on_what() -> None:
     assert rows[0]["bytes_hit"] == 2 * one_expert
     assert rows[1]["bytes_hit"] == 4 * one_expert
     for row in rows:
-        subjects = row["subjects"]
-        assert list(subjects) == ["reference", "dense_bf16", "plain_read"]
-        assert set(subjects["reference"]) == {*TIMES, "error", "allowed_error"}
-        assert 0 < subjects["reference"]["error"] <= subjects["reference"]["allowed_error"] < 0.1
-        read = subjects["plain_read"]
+        contenders = row["contenders"]
+        assert list(contenders) == ["reference", "dense_bf16", "plain_read"]
+        assert set(contenders["reference"]) == {*TIMES, "error", "allowed_error"}
+        assert (
+            0 < contenders["reference"]["error"] <= contenders["reference"]["allowed_error"] < 0.1
+        )
+        read = contenders["plain_read"]
         assert set(read) == {*TIMES, "bytes", "terabytes_per_s", "by"}
         assert read["bytes"] == row["bytes_hit"]
         assert read["terabytes_per_s"] == pytest.approx(
@@ -108,7 +110,7 @@ def test_our_cpu_kernel_is_beside_the_read() -> None:
     if not is_built("")[0]:
         pytest.skip("the CPU kernels were not built")
     (row,) = run(SMALL[1:], (4,), backends=["cpu"]).report["microseconds"]
-    found, times = row["single"], row["subjects"]
+    found, times = row["single"], row["contenders"]
     own = times["cpu"]["single"]
     assert times["cpu"]["error"] <= times["cpu"]["allowed_error"]
     assert found["ours_over_read"] == pytest.approx(own / times["plain_read"]["single"], abs=1e-3)
@@ -120,11 +122,11 @@ def test_a_peer_that_can_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(MOE_PEERS._loaded, "vllm_bf16", DensePeer)
     report = run(SMALL, (5,), peers=["humming", "vllm_bf16"]).report
     of_nvfp4, of_mxfp4 = report["microseconds"]
-    assert list(of_nvfp4["subjects"]) == ["reference", "vllm_bf16", "dense_bf16", "plain_read"]
-    peer = of_nvfp4["subjects"]["vllm_bf16"]
+    assert list(of_nvfp4["contenders"]) == ["reference", "vllm_bf16", "dense_bf16", "plain_read"]
+    peer = of_nvfp4["contenders"]["vllm_bf16"]
     assert 0 < peer["error"] <= peer["allowed_error"]
     assert peer["single"] > 0
-    assert "vllm_bf16" not in of_mxfp4["subjects"]
+    assert "vllm_bf16" not in of_mxfp4["contenders"]
     skipped = {"humming": NO_GPU["humming"]}
     assert report["skipped"][str(SMALL[0])] == skipped
     assert report["skipped"][str(SMALL[1])] == skipped | {"vllm_bf16": "NVFP4 alone"}
@@ -139,9 +141,9 @@ def test_wrong_weights_of_a_peer_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(MOE_PEERS._loaded, "vllm_bf16", Wrong)
     benchmark = run(SMALL[:1], (5,))
     (row,) = benchmark.report["microseconds"]
-    message = row["subjects"]["vllm_bf16"]["failed"]
+    message = row["contenders"]["vllm_bf16"]["failed"]
     assert message.startswith("RuntimeError: wrong results: error ")
-    assert "single" not in row["subjects"]["vllm_bf16"]
+    assert "single" not in row["contenders"]["vllm_bf16"]
     assert failures(benchmark.report, ours=True) == [f"4x2x64x32 M=5: vllm_bf16: {message}"]
 
 
@@ -153,8 +155,8 @@ def test_a_failure_is_noted_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(MOE_PEERS._loaded, "vllm_bf16", Fails)
     benchmark = run(SMALL[:1], (1,))
     (row,) = benchmark.report["microseconds"]
-    assert row["subjects"]["vllm_bf16"] == {"failed": "RuntimeError: no kernel for this"}
-    assert row["subjects"]["reference"]["single"] > 0
+    assert row["contenders"]["vllm_bf16"] == {"failed": "RuntimeError: no kernel for this"}
+    assert row["contenders"]["reference"]["single"] > 0
     assert len(failures(benchmark.report)) == 1
     assert failures(benchmark.report, ours=True) == []
 
@@ -244,7 +246,7 @@ def test_benchmark_on_a_gpu() -> None:
     shapes = [MoeShape(8, 2, 256, 128), MoeShape(4, 2, 192, 192, "mxfp4")]
     benchmark = MoeRun(torch.device("cuda"), shapes, [1, 40], ["triton", "cuda"])
     for row in benchmark.run():
-        for name, entry in row["subjects"].items():
+        for name, entry in row["contenders"].items():
             assert "failed" not in entry, (name, entry)
             assert entry["graph"]
-        assert 0 < row["subjects"]["plain_read"]["terabytes_per_s"] < 20
+        assert 0 < row["contenders"]["plain_read"]["terabytes_per_s"] < 20

@@ -86,8 +86,8 @@ class RandomWeights(ABC):
 class ProductBenchmark(ABC):
     """Measures every shape with every number of tokens, and collects `report`.
 
-    A row has `name`, `shape`, `m` and under `subjects` by name: times, `error` and `allowed_error`
-    (see `RandomWeights.error`).
+    A row has `name`, `shape`, `m` and under `contenders` by name: times, `error` and
+    `allowed_error` (see `RandomWeights.error`).
 
     Args:
         shapes: of weights; ValueError for an invalid one.
@@ -144,9 +144,9 @@ class ProductBenchmark(ABC):
             x = weights.x(m)
             calls = {name: partial(weights.calls, name, x) for name in self.backends}
             calls["dense_bf16"] = partial(weights.dense_calls, x)
-            subjects = {n: or_failed(partial(self.entry, weights, x, n, calls[n])) for n in calls}
+            contenders = {n: or_failed(partial(self.entry, weights, x, n, calls[n])) for n in calls}
             fields = self.fields(shape)
-            row = {"name": f"{fields['shape']} M={m}", **fields, "m": m, "subjects": subjects}
+            row = {"name": f"{fields['shape']} M={m}", **fields, "m": m, "contenders": contenders}
             self.report["microseconds"].append(row)
             yield row
 

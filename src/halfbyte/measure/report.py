@@ -54,7 +54,7 @@ def bandwidth(num_bytes: int, microseconds: float, peak: float) -> Row:
 
 def contenders(row: Row) -> dict[str, Row]:
     """Measurements or errors of a row, by contender."""
-    entries: Row = row.get("subjects") or row
+    entries: Row = row.get("contenders") or row
     return {name: entry for name, entry in entries.items() if isinstance(entry, dict)}
 
 
