@@ -22,7 +22,7 @@ from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.layouts import PageLayout
 
 PADDING_ENTRY = 0
-"""Ring of no sequence: for rows that pad a captured graph, and for dummy steps."""
+"""Entry of no sequence: for rows that pad a captured graph, and for dummy steps."""
 SLACK = 16
 """Max tokens that can be cropped without reading pages."""
 

@@ -24,7 +24,7 @@ class KVRecipe:
     """How K and V become four bits. Fields combine freely; `RECIPES` has names for some.
 
     Args:
-        center: subtract the mean of K, measured before RoPE and rotated to the token's segment.
+        center: subtract the mean of K before RoPE, with RoPE of the token's segment applied.
         rotate: multiply K by a Hadamard matrix, and Q when it is read.
         keep_first_token: read K and V at position 0 in the model's dtype, for the tokens that a
             calibration has seen there.

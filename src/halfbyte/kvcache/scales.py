@@ -236,7 +236,7 @@ class KVScales:
             ValueError: another file has the name of the calibration's; a layer has no scale.
         """
         path = Path(path)
-        if path.exists() and not path.is_file():  # a user who may would replace /dev/null
+        if path.exists() and not path.is_file():  # as root, the rename replaces /dev/null
             raise FileExistsError(errno.EEXIST, "is no regular file", str(path))
         for layer in range(self.num_layers):
             self.amax_of_layer(layer)

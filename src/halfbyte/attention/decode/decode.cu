@@ -1,9 +1,8 @@
 // Split-KV decode attention on packed pages of every format of formats.cuh.
 //
-// One warp processes one unit of the plan (work.cuh): a chunk of a sequence's tokens, one KV
-// head, and COLS query columns (heads of the group x query tokens). It streams TILE tokens at a time
-// through its own ring in shared memory (cp.async, no CTA barriers), and keeps everything else
-// in registers.
+// One warp processes one unit of the plan (work.cuh): tiles of one or more work items, for one KV head. A work item is
+// a sequence and COLS query columns (heads of the group x query tokens). The warp streams TILE tokens at a time
+// through its own stages in shared memory (a ring; cp.async, no CTA barriers), and keeps everything else in registers.
 //
 //   S  = K q^T   m16n8k16: A = 16 tokens x 16 dims of K from ldmatrix, B = q. Tokens are the M side,
 //                so a GQA group of up to eight heads needs no padding.

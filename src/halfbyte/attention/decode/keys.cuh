@@ -46,7 +46,7 @@ struct Rounds {
 // What the addresses of these keys depend on, loaded early to hide its latency.
 struct KeyInputs {
   u32 page;           // of position 0
-  int entry, length;  // of the sequence in the rings; with the recent tokens
+  int entry, length;  // index of the sequence in ring_keys; tokens, recent ones included
 
   __device__ __forceinline__ KeyInputs(const Params& p, const WorkItem& item, Share share, int span)
       : page(0), entry(0), length(0) {

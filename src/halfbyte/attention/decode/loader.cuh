@@ -43,7 +43,7 @@
 #ifndef RING_WARPS
 #define RING_WARPS 1
 #endif
-// Whether recent tokens come through the ring, 16 in a stage, in front of a work item's tiles: if a stage has room.
+// Whether recent tokens go through the tiles' stages, 16 per stage, before a work item's tiles: in decode.cu, if they fit.
 #define STAGED_ROW (2 * (HEAD_SIZE + HEAD_SIZE_V))
 #define STAGES_RECENT (RECENT && RING_WARPS == 1 && 16 * STAGED_ROW <= STAGE_BYTES)
 // Whether the ring starts again with every work item. Else it loads the next one's tiles ahead.

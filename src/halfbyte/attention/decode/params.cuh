@@ -13,7 +13,7 @@ struct Recipe {
   const u16 *first_keys, *first_values;
   // Recent tokens: rings [entries, KV_HEADS, ring, HEAD_SIZE or HEAD_SIZE_V], and K and V of this step.
   const u16 *ring_keys, *ring_values, *new_keys, *new_values;
-  const int* entries;   // of the sequences in the rings
+  const int* entries;   // of the sequences in ring_keys
   const int* seq_lens;  // with the recent tokens, which the plan leaves out
   u64 key_stride_token, key_stride_head, value_stride_token, value_stride_head;  // elements
   u32 ring;

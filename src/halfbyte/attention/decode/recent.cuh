@@ -1,6 +1,6 @@
 // Attention to the keys of keys.cuh, for decode.cu.
 //
-// Tokens are processed in rounds of ROUND. Their K and V come through the loader's ring, in front of the tiles; where a
+// Tokens are processed in rounds of ROUND. Their K and V come through the loader's stages, before the tiles; where a
 // stage is too small, they go from global memory straight to registers. Operands of `mma` have the dims in the order
 // that Query and Sums have for pages.
 

@@ -37,7 +37,7 @@ class RecipeVariant(NamedTuple):
 
     rotate: bool = False
     recent: int = 0
-    """Recent tokens read from rings; 0 for none."""
+    """Recent tokens read in 16 bits; 0 for none."""
     segment: int = 0
     """Tokens that share a mean; 0 where K is not centred."""
     pairs: int = 0

@@ -25,10 +25,10 @@ _KINDS = {
 _SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
 _MIN_SHARED_KIB = 100
 _RING_BYTES = 27 * 1024
-"""Max ring size per warp. Twice the size at half the warps is no faster."""
+"""Max size of a warp's stages. Twice the size at half the warps is no faster."""
 _NVFP4_RINGS = ((64, 2), (32, 2), (16, 2))
 _RINGS = ((64, 4), (64, 3), (32, 4), (32, 3), (16, 3), (32, 2), (16, 2))
-"""(tokens per tile, tiles per ring), best first."""
+"""(tokens per tile, stages), best first."""
 WARPS = 4
 """Per CTA."""
 

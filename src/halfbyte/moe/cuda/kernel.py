@@ -90,7 +90,7 @@ class CudaKernel(AsLoadedKernel):
         if config.dtype == torch.float32:
             return False, "takes bfloat16 and float16, not float32"
         if config.batch_invariant:
-            return False, "not batch-invariant: the number of tokens decides between two kernels"
+            return False, "not batch-invariant: kernels, chosen by M, sum in different orders"
         if config.hidden_size % SIZE_MULTIPLE or config.intermediate_size % SIZE_MULTIPLE:
             sizes = f"{config.hidden_size} and {config.intermediate_size}"
             return False, f"sizes in multiples of {SIZE_MULTIPLE}, not {sizes}"

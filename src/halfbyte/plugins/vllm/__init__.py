@@ -30,7 +30,7 @@ even if halfbyte is not used. So it changes nothing unless requested:
 | `support` | supported features per vLLM version: the table of docs/vllm.md |
 | `warmup` | compiles the attention kernels when a worker starts |
 | `log` | shows halfbyte's log in vLLM's; one line per engine |
-| `loading` | fix for KV scales in vLLM 0.24 |
+| `kv_scale_loader_fix` | for vLLM 0.24 |
 
 vLLM 0.24 to 0.33. Differences are detected from vLLM's classes, never from its version.
 """

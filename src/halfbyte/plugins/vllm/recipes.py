@@ -88,7 +88,7 @@ def _default_recipe(vllm_config: Any, target: Any, draft: Any, options: Options)
         limit = scales.calibration.max_position
         if limit < target.max_model_len:
             logger.warning(
-                "KV cache scales from %s: means of K for %d tokens of %d: kv_recipe plain",
+                "kv_recipe plain: scales from %s have means of K for only %d of %d tokens",
                 *(scales.source, limit, target.max_model_len),
             )
             return "plain"

@@ -50,7 +50,7 @@ FEATURES = (
         "test_vllm_recipes.py::test_balanced_equals_halfbyte_s_engine",
     ),
     Feature(
-        "its last tokens in 16 bits, where there are rings ([below](#the-last-tokens))",
+        "its last tokens in 16 bits, where supported ([below](#the-last-tokens))",
         (SEEN, SEEN, TESTED, UNTRIED),
         "test_vllm_recipes.py::test_balanced_equals_halfbyte_s_engine",
     ),

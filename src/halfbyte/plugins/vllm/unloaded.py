@@ -1,8 +1,8 @@
 """Finds weights that a checkpoint lacks, or that are NaN: vLLM checks few of them.
 
-Parameters are filled before loading with what no checkpoint has. Of GPT-OSS only the biases are:
-vLLM leaves zeros where a rank's share is padded, and its files have one tensor for all experts of a
-layer. Zeros in all codes or block scales are then missing, but biases may be zero.
+Parameters are filled before loading with values that no checkpoint has. For GPT-OSS only biases
+are, because vLLM's padding must stay zero. Its files have one tensor for all experts of a layer, so
+codes or scales that are all zero are missing; biases may be zero.
 """
 
 from collections.abc import Sequence

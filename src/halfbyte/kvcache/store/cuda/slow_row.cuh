@@ -1,5 +1,5 @@
 // Error feedback for a token and head of K by a warp, by the definition and without regard to speed: for global scales
-// that are not easy, and for rows that `feedback_row.cuh` cannot do. It has what both need.
+// outside 2^-40 .. 2^40, and for rows that `feedback_row.cuh` rejects. Code that both need is here, too.
 
 #pragma once
 #include "kvcache/store/cuda/turns.cuh"

@@ -169,7 +169,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   __syncwarp();
   cluster_arrive_relaxed();
   cluster_wait();
-  // The tiles are known once the kernel before the previous one has ended; gated, the previous one has written them.
+  // The sort kernel lists the tiles. gate_up must wait for it here; it has ended before down starts.
   if (GATED) wait_for_previous();
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
