@@ -86,15 +86,35 @@ __device__ __forceinline__ void load_block(float* to, const void* x, u64 i) {
 
 __device__ __forceinline__ void load_floats(float* to, const float* from) { load_block<0>(to, from, 0); }
 
+#if SMALL_GRID
+// A thread's block of its only token.
+template <int TYPE>
+struct Blocks {
+  const void* x;
+  u64 i;
+  bool exists;
+
+  __device__ __forceinline__ explicit Blocks(unsigned char*) {}
+  __device__ __forceinline__ void copy(u32, const void* from, u64 at, bool there) { x = from, i = at, exists = there; }
+  __device__ __forceinline__ void take(float* to, u32) const {
+    if (exists) {
+      load_block<TYPE>(to, x, i);
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < BLOCK; j++) to[j] = 0.0f;
+  }
+};
+#else
 // A thread's blocks of one token after another: the next one comes to shared memory while this one is rounded.
 template <int TYPE>
-struct BlocksAhead {
+struct Blocks {
   static constexpr u32 BYTES = TYPE ? 2 : 4, CHUNKS = BLOCK * BYTES / 16;
   static constexpr u32 STRIDE = 16 * 32 * WARPS, STAGE = CHUNKS * STRIDE;
   u32 own;  // address of this thread's first 16 bytes; others are STRIDE apart
 
   // `memory`: BLOCK_AHEAD_BYTES of the CTA's shared memory.
-  __device__ __forceinline__ explicit BlocksAhead(unsigned char* memory)
+  __device__ __forceinline__ explicit Blocks(unsigned char* memory)
       : own(shared_address(memory) + threadIdx.x * 16) {}
 
   // Begins to copy a token's block, which begins at value i; zeros if it does not exist.
@@ -114,7 +134,8 @@ struct BlocksAhead {
     for (u32 j = 0; j < CHUNKS; j++) widen4<TYPE>(x + j * (16 / BYTES), load16(from + j * STRIDE));
   }
 };
-#define BLOCK_AHEAD_BYTES (2 * (KEY_TYPE && VALUE_TYPE ? 2 : 4) * BLOCK * 32 * WARPS)
+#endif
+#define BLOCK_AHEAD_BYTES (SMALL_GRID ? 0 : 2 * (KEY_TYPE && VALUE_TYPE ? 2 : 4) * BLOCK * 32 * WARPS)
 
 // Where a token is stored.
 struct Place {
@@ -190,14 +211,23 @@ struct Mean {
   }
 };
 
-// The same in shared memory, where registers are needed for something else, and one more number.
-struct SharedMean {
+// The same for BY_BLOCK, and one more number: in shared memory if the launch fills the GPU, so that more CTAs have registers.
+#if SMALL_GRID
+struct BlockMean : Mean {
+  float number;
+
+  __device__ __forceinline__ explicit BlockMean(unsigned char*) {}
+  __device__ __forceinline__ void keep(float x) { number = x; }
+  __device__ __forceinline__ float kept() const { return number; }
+};
+#else
+struct BlockMean {
   static constexpr u32 STRIDE = 16 * 32 * WARPS;
   u32 own;  // address of this thread's first four; others are STRIDE apart
   u32 segment = ~0u;
 
   // `memory`: 80 bytes of shared memory for each thread of the CTA.
-  __device__ __forceinline__ explicit SharedMean(unsigned char* memory)
+  __device__ __forceinline__ explicit BlockMean(unsigned char* memory)
       : own(shared_address(memory) + threadIdx.x * 16) {}
 
   __device__ __forceinline__ void subtract_from(float* key, const Params& p, u32 head, u32 part, u32 to) {
@@ -217,6 +247,7 @@ struct SharedMean {
   __device__ __forceinline__ void keep(float x) const { store_float2(own + 4 * STRIDE, x, 0.0f); }
   __device__ __forceinline__ float kept() const { return load_float2(own + 4 * STRIDE).x; }
 };
+#endif
 
 // Multiplies heads by the Hadamard matrix (numerics/hadamard.py). LANES lanes side by side have a head, COUNT values
 // each; this is lane `part` of them.

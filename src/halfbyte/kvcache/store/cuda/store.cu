@@ -43,11 +43,11 @@ __device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block
 #if K_WEIGHTED
   Weights weights(p.k_weights + head * HEAD_SIZE + part * BLOCK);
 #endif
-  SharedMean mean(memory + BLOCK_AHEAD_BYTES);
+  BlockMean mean(memory + BLOCK_AHEAD_BYTES);
 #if K_WEIGHTED
   mean.keep(weights.sum);
 #endif
-  BlocksAhead<KEY_TYPE> blocks(memory);
+  Blocks<KEY_TYPE> blocks(memory);
   auto copy = [&](u32 token) {
     blocks.copy(token, p.key, token * p.key_token + head * p.key_head + part_of_now(part) * BLOCK, token < p.num_slots);
   };

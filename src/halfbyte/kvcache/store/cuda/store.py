@@ -110,17 +110,17 @@ class StoreVariant(NamedTuple):
 
     def shared_bytes(self, layout: PageLayout) -> int:
         """Dynamic shared memory: `SharedRows`, a tile for each warp, or two blocks and a mean for
-        each thread."""
+        each thread. (Where a thread has one token, nothing.)"""
         size, warps = layout.head_size, _WARPS[self.by]
         block = BLOCK_SIZE * max(self.key_dtype.itemsize, self.value_dtype.itemsize)
-        ahead = 2 * block * self.threads
+        ahead = 0 if self.small_grid else 2 * block * self.threads
         if self.by == _BY_ROW:
             factors = size * (_stages(layout) * BLOCK_SIZE + 1)
             return max(ahead, 4 * (factors + 4 * _SCALE_ENTRIES + warps * (size + BLOCK_SIZE)))
         if self.by == _BY_TILE:
             parts = size // BLOCK_SIZE
             return max(ahead, 4 * warps * parts * (BLOCK_SIZE * _TILE + max(4, _TILE // parts)))
-        return ahead + 80 * self.threads
+        return 0 if self.small_grid else ahead + 80 * self.threads
 
     def k_ctas(self, layout: PageLayout, num_slots: int, tokens: int) -> int:
         """CTAs that take K; by blocks, a thread has a block of so many tokens."""

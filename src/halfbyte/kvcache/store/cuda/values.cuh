@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, 
 #if V_WEIGHTED
   const Weights weights(p.v_weights + head * HEAD_SIZE_V + part * BLOCK);
 #endif
-  BlocksAhead<VALUE_TYPE> blocks(memory);
+  Blocks<VALUE_TYPE> blocks(memory);
   auto copy = [&](u32 token) {
     blocks.copy(token, p.value, token * p.value_token + head * p.value_head + part * BLOCK, token < p.num_slots);
   };
