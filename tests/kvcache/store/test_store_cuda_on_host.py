@@ -1,6 +1,7 @@
 """`store.cu` run on the CPU: the reference's bytes, by blocks, rows and tiles."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,33 @@ def test_any_strides_and_alignment_and_slots_past_the_last_page() -> None:
     value = torch.randn(9, 3 * 64 + 5, generator=generator)[1:8, 3:-2].unflatten(1, (3, 64))
     expected = stored(reference_store, key, value)
     assert torch.equal(stored(on_gpu_of(ROWS), key, value), expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_sms", [ROWS, TILES])
+@pytest.mark.parametrize("segment", [1, 16])
+def test_first_tokens_at_other_positions_and_beyond_the_last_mean(
+    num_sms: int, segment: int
+) -> None:
+    """A constant is marked at position 0 alone, also if the only mean is that of one position."""
+    layout = PageLayout("nvfp4", "nvfp4", 64, None, 2, 16)
+    transform = make_transform(weighted=True, segment=segment, segments=1)
+    assert transform.first_keys is not None
+    assert transform.first_values is not None
+    key, value = (x[:1].repeat(7, 1, 1) for x in (transform.first_keys, transform.first_values))
+    assert transform.cos is not None
+    assert transform.sin is not None
+    repeated = replace(
+        transform, cos=transform.cos.expand(40, -1), sin=transform.sin.expand(40, -1)
+    )
+    positions = torch.tensor([0, 1, 5, 15, 39, 0, -1])
+    slots = torch.tensor([0, 1, 2, 3, 4, 5, -1])
+    pages = []
+    for write, by in ((reference_store, repeated), (on_gpu_of(num_sms), transform)):
+        page = torch.zeros(1, layout.page_bytes, dtype=torch.uint8)
+        write(key, value, page, slots, layout, 0.02, 0.02, by, positions)
+        pages.append(page)
+    assert torch.equal(*pages)
 
 
 @needs_compiler

@@ -40,7 +40,7 @@
 // Scales then multiply the sums (K) and probabilities (V) of their blocks instead of every value of A,
 // which is fewer products. Without DUPLICATE they multiply A.
 
-// See formats.cuh.
+// 1 to unpack codes by products instead of left shifts (formats.cuh).
 #define MULTIPLIES_SHIFTS (ROTATE || SEGMENT || RECENT)
 
 #include "attention/decode/recent.cuh"

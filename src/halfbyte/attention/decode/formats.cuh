@@ -141,8 +141,8 @@ __device__ __forceinline__ u32 max_half2(u32 a, u32 b) {
 __constant__ u32 FACTORS[3] = {1 << 1, 1 << 4, 1 << 8};
 #endif
 
-// x << N, as a product with MULTIPLIES_SHIFTS. The pipe of LOP3 is the busiest one of the loop over tiles; products go to
-// another. The compiler chooses a pipe for each shift by the whole kernel, and sends too many to that of LOP3 if there
+// x << N, as a product with MULTIPLIES_SHIFTS. The pipe of LOP3 is the busiest one of the loop over tiles; products go
+// to another. The compiler chooses a pipe for each shift by the whole kernel, and sends too many to that of LOP3 if there
 // is much besides that loop.
 template <int N>
 __device__ __forceinline__ u32 shift_left(u32 x) {

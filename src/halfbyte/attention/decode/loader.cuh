@@ -43,7 +43,8 @@
 #ifndef RING_WARPS
 #define RING_WARPS 1
 #endif
-// Whether recent tokens go through the tiles' stages, 16 per stage, before a work item's tiles: in decode.cu, if they fit.
+// Whether recent tokens go through the tiles' stages, 16 per stage, before a work item's tiles: in decode.cu, if they
+// fit.
 #define STAGED_ROW (2 * (HEAD_SIZE + HEAD_SIZE_V))
 #define STAGES_RECENT (RECENT && RING_WARPS == 1 && 16 * STAGED_ROW <= STAGE_BYTES)
 // Whether the ring starts again with every work item. Else it loads the next one's tiles ahead.
@@ -71,8 +72,8 @@ __device__ __forceinline__ u32 keep(u32 x) {
   return y;
 }
 
-// This thread's lane, for code that runs once per work item. The compiler would otherwise compute what depends on the lane
-// before the loop over work items, and keep it in registers that the loop over tiles lacks.
+// This thread's lane, for code that seldom runs; a whole warp calls it. The compiler would otherwise compute what depends
+// on the lane before the loop over work items, and keep it in registers that the loop over tiles lacks.
 __device__ __forceinline__ int lane_of_now() { return (int)keep(threadIdx.x & 31); }
 
 __device__ __forceinline__ u64 page_address(u64 base, u32 page, u32 stride) {

@@ -25,15 +25,18 @@ __device__ __forceinline__ void split(u32& high, u32& low, float x, float y) {
 // the cosine and the sine of one pair.
 __device__ __forceinline__ int first_pair(int sixteen) { return sixteen * 16 + (threadIdx.x & 3) * 4; }
 
-// Offset of 16 bytes of a row in a copy of 16 segments' angles; the XOR avoids bank conflicts between neighbouring rows.
-#define ANGLE_CHUNKS (PAIRS / 2)
-__device__ __forceinline__ u32 angle_offset(int row, int chunk) { return (row * ANGLE_CHUNKS + (chunk ^ (row & 1))) * 16; }
+#define ANGLE_CHUNKS (PAIRS / 2)  // of 16 bytes, of a segment's angles
+// Offset of a chunk in a copy of 16 segments' angles; the XOR avoids bank conflicts between neighbouring rows.
+__device__ __forceinline__ u32 angle_offset(int row, int chunk) {
+  return (row * ANGLE_CHUNKS + (chunk ^ (row & 1))) * 16;
+}
 
 // Asynchronously copies the angles of 16 segments to shared memory; a warp calls it. After the last mean, the last one
 // applies, as in the store: the table repeats it for 15 segments.
 __device__ __forceinline__ void prefetch_angles(const Params& p, u32 copy, int first_segment) {
   constexpr int ROWS = ANGLE_CHUNKS < 32 ? 32 / ANGLE_CHUNKS : 1, TURNS = ANGLE_CHUNKS < 32 ? 1 : ANGLE_CHUNKS / 32;
-  const int lane = lane_of_now(), row = ROWS > 1 ? lane / ANGLE_CHUNKS : 0, chunk = ROWS > 1 ? lane % ANGLE_CHUNKS : lane;
+  const int lane = lane_of_now();
+  const int row = ROWS > 1 ? lane / ANGLE_CHUNKS : 0, chunk = ROWS > 1 ? lane % ANGLE_CHUNKS : lane;
   const u32* from = p.recipe.angles + min(first_segment, p.recipe.mean_segments - 1) * (PAIRS * 2) + lane * 4;
 #pragma unroll
   for (int i = 0; i < 16; i += ROWS)

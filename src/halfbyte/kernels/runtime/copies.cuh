@@ -1,4 +1,4 @@
-// Asynchronous copies of 16 or 4 bytes to shared memory (cp.async), for the kernels that stream weights.
+// Asynchronous copies of 16 or 4 bytes to shared memory (cp.async), for kernels that stream weights or store tokens.
 
 #pragma once
 #include "kernels/runtime/basics.cuh"

@@ -31,14 +31,9 @@ struct SharedRows {
 
 // A block scale, as one vector: d (times the global scale), its reciprocal, the scale, and 2^22 times the reciprocal.
 __device__ __forceinline__ float4 scale_entry(int byte, float g) {
-  const float s = scale_of_byte(min(max(byte, 1), 126)), d = mul(s, g), r = inverse<true>(d);
+  const float s = scale_of_byte(min(max(byte, 1), LARGEST_SCALE)), d = mul(s, g), r = inverse<true>(d);
   return make_float4(d, r, s, mul(r, 0x1p22f));
 }
-
-__device__ __forceinline__ void copy16(void* to, const float* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
-}
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;"); }
 
 // Rows of block b of the factor, from its own channels on.
 __device__ __forceinline__ void copy_factors(SharedRows& shared, const float* factor, int b) {
@@ -48,7 +43,7 @@ __device__ __forceinline__ void copy_factors(SharedRows& shared, const float* fa
   float* to = &shared.factors[b % STAGES][row][channel];
 #pragma unroll
   for (int i = 0; i < HEAD_SIZE; i += LANES * 4)
-    if (channel + i >= b * BLOCK) copy16(to + i, from + i);
+    if (channel + i >= b * BLOCK) copy16(shared_address(to + i), from + i);
 }
 
 // Copies are in groups: with all factors in shared memory those of blocks 0, 1, 2 to 3, and 4 to 7; else one per block.
@@ -59,7 +54,7 @@ __device__ __forceinline__ void copy_first_factors(SharedRows& shared, const flo
 #pragma unroll
   for (int b = 0; b < (AT_ONCE ? PARTS : STAGES - 1); b++) {
     copy_factors(shared, factor, b);
-    if (!AT_ONCE || !(b & (b + 1))) end_copies();
+    if (!AT_ONCE || !(b & (b + 1))) commit_copies();
   }
 }
 
@@ -69,7 +64,7 @@ __device__ __forceinline__ void wait_for_factors(SharedRows& shared, const float
   asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS - 1));
   __syncthreads();
   if (!AT_ONCE && b + STAGES - 1 < PARTS) copy_factors(shared, factor, b + STAGES - 1);
-  end_copies();  // may be empty, so that the number of later groups stays the same
+  commit_copies();  // may be empty, so that the number of later groups stays the same
 }
 
 // The scale that a block's values are rounded with, and multiples of d.
@@ -152,7 +147,7 @@ __device__ __forceinline__ Rounding best_of_row(SharedRows& shared, const float*
   const float4 low = second ? scales[1] : scales[0], high = third ? scales[2] : scales[3];
   const int low_step = second ? candidate_step(1) : candidate_step(0);
   const int high_step = third ? candidate_step(2) : candidate_step(3);
-  const int best = min(max(byte + (last ? high_step : low_step), 1), 126);
+  const int best = min(max(byte + (last ? high_step : low_step), 1), LARGEST_SCALE);
   return {best, last ? high.x : low.x, last ? high.y : low.y, amax == 0.0f};
 }
 
@@ -202,7 +197,7 @@ __device__ __forceinline__ Rounding round_row(SharedRows& shared, const float* f
   const float4* mine = shared.scales + 1 + candidate_step(lane % 16 / 4);
   static_assert(32 * WARPS == 128, "a thread for each byte from -1 on");
   shared.scales[threadIdx.x] = scale_entry(threadIdx.x - 1, g);
-  if (threadIdx.x < ENTRIES - 128) shared.scales[128 + threadIdx.x] = scale_entry(126, g);
+  if (threadIdx.x < ENTRIES - 128) shared.scales[128 + threadIdx.x] = scale_entry(LARGEST_SCALE, g);
   Rounding own = {};
 #pragma unroll 1
   for (int b = 0; b < PARTS; b++) {
@@ -236,7 +231,7 @@ __device__ __forceinline__ void store_key_row(const Params& p, u32 cta, SharedRo
   const Place place = Place::of(p, token);
 #if K_WEIGHTED
   const u32 weight = 4 * threadIdx.x;
-  if (weight < HEAD_SIZE) copy16(shared.weights + weight, p.k_weights + head * HEAD_SIZE + weight);
+  if (weight < HEAD_SIZE) copy16(shared_address(shared.weights + weight), p.k_weights + head * HEAD_SIZE + weight);
 #endif
   copy_first_factors(shared, factor);
   float *row = shared.keys[warp], *own = row + lane * LANE_CHANNELS, x[LANE_CHANNELS];

@@ -150,14 +150,17 @@ struct Place {
   }
 };
 
-// A position in one register: the last one that has a mean for those beyond it, and 1 for negative ones. (Padding may have
-// any, and is not stored.)
+// A position in one register, from which its segment follows, and whether it is 0: the last one that has a mean for those
+// beyond it, and 1 for negative ones. (Padding may have any, and is not stored.)
 __device__ __forceinline__ u32 known_position(const Params& p, i64 position) {
-  const i64 last = SEGMENT ? (i64)p.num_segments * SEGMENT - 1 : 1;
+  const i64 last = SEGMENT > 1 ? (i64)p.num_segments * SEGMENT - 1 : SEGMENT ? max(p.num_segments, 2u) - 1 : 1;
   return (u32)(position < 0 ? 1 : position > last ? last : position);
 }
 
-__device__ __forceinline__ u32 segment_of(u32 position) { return SEGMENT ? position / SEGMENT : 0; }
+// The segment of a `known_position`, which has a mean.
+__device__ __forceinline__ u32 segment_of(const Params& p, u32 position) {
+  return SEGMENT > 1 ? position / SEGMENT : SEGMENT ? min(position, p.num_segments - 1) : 0;
+}
 
 // Prefetches what the block of a thread depends on, before wait_for_previous: a position may be outdated, which only
 // makes the prefetch useless. (Volatile, so that L1 does not keep it.)
@@ -171,14 +174,15 @@ __device__ __forceinline__ void prefetch_key_block(const Params& p, u32 part, u3
   prefetch_l2(p.partner_mean + of_head);
   if (token >= p.num_slots) return;
   prefetch_l2(p.slots + token * p.slot_stride);
-  const u64 of_segment = (u64)segment_of(known_position(p, *(const volatile i64*)(p.positions + token))) * HEAD_SIZE + part * BLOCK;
+  const u32 position = known_position(p, *(const volatile i64*)(p.positions + token));
+  const u64 of_segment = (u64)segment_of(p, position) * HEAD_SIZE + part * BLOCK;
   prefetch_l2(p.cos + of_segment);
   prefetch_l2(p.sin + of_segment);
 #endif
 }
 
-// A block's part, for an address in the loop over tokens. The compiler would otherwise compute what does not change before
-// the loop, and keep it in registers that the loop lacks.
+// A block's part, for an address in the loop over tokens. The compiler would otherwise compute it before the loop, and
+// keep it in registers that the loop lacks.
 __device__ __forceinline__ u32 part_of_now(u32 part) {
   asm volatile("" : "+r"(part));
   return part;
@@ -199,7 +203,7 @@ __device__ __forceinline__ void load_mean(const Params& p, float* x, u32 head, u
   }
 }
 
-// The mean of a block's channels in the segment of the last token that was loaded.
+// The mean of a block's channels in the segment of the last token that it was subtracted from.
 struct Mean {
   float x[BLOCK];
   u32 segment = ~0u;
@@ -211,7 +215,8 @@ struct Mean {
   }
 };
 
-// The same for BY_BLOCK, and one more number: in shared memory if the launch fills the GPU, so that more CTAs have registers.
+// The same for BY_BLOCK, and one more number: in shared memory if the launch fills the GPU, so that registers suffice for
+// more CTAs.
 #if SMALL_GRID
 struct BlockMean : Mean {
   float number;
@@ -278,7 +283,7 @@ template <class Means>
 __device__ __forceinline__ void change_key(const Params& p, float* x, Means& mean, u32 token, u32 head, u32 part,
                                            u32 position) {
 #if SEGMENT
-  if (token < p.num_slots) mean.subtract_from(x, p, head, part, segment_of(position));
+  if (token < p.num_slots) mean.subtract_from(x, p, head, part, segment_of(p, position));
 #endif
 #if ROTATE
   rotate<BLOCK, PARTS>(x, part);

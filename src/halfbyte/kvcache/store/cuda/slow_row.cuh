@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_channels(const Params& p, float* x, u32 tok
     read_inputs<KEY_TYPE>(x, p.key, token * p.key_token + head * p.key_head + channel);
 #if SEGMENT
     float cos[LANE_CHANNELS], sin[LANE_CHANNELS], mean[LANE_CHANNELS], partner[LANE_CHANNELS];
-    const u64 of_segment = (u64)segment_of(position) * HEAD_SIZE + channel;
+    const u64 of_segment = (u64)segment_of(p, position) * HEAD_SIZE + channel;
     read_channels(mean, p.mean + head * HEAD_SIZE + channel);
     read_channels(partner, p.partner_mean + head * HEAD_SIZE + channel);
     read_channels(cos, p.cos + of_segment), read_channels(sin, p.sin + of_segment);

@@ -35,7 +35,8 @@ struct KeyBlock {
   }
 };
 
-// Blocks of K of `tokens` tokens, a power of two, without error feedback. `position` and `place` are the first one's.
+// Blocks of K of `tokens` tokens, a power of two, without error feedback. `position` and `place` are the first one's;
+// `memory` is `StoreVariant.shared_bytes` of the CTA's shared memory.
 template <bool EASY>
 __device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, u32 tokens, u32 position, Place place,
                                                  float g, unsigned char* memory) {
