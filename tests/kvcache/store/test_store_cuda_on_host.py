@@ -153,9 +153,7 @@ def test_any_strides_and_alignment_and_slots_past_the_last_page() -> None:
 @needs_compiler
 @pytest.mark.parametrize("num_sms", [ROWS, TILES])
 @pytest.mark.parametrize("segment", [1, 16])
-def test_first_tokens_at_other_positions_and_beyond_the_last_mean(
-    num_sms: int, segment: int
-) -> None:
+def test_first_tokens_elsewhere_and_past_the_last_mean(num_sms: int, segment: int) -> None:
     """A constant is marked at position 0 alone, also if the only mean is that of one position."""
     layout = PageLayout("nvfp4", "nvfp4", 64, None, 2, 16)
     transform = make_transform(weighted=True, segment=segment, segments=1)
