@@ -7,14 +7,12 @@ Llama-3.1-8B's heads (32 of 128, 8 of K and V), pages of 16 tokens. Times are th
 `benchmarks.timing`: graphs of one call without planning, which a model's layers share. Recipes are
 interleaved. `balanced` is measured without last tokens in rings and with 64 of them; its store
 includes the ring. `accurate` differs only in its store. With `--only` nothing is written. On a CPU
-times are those of calls by one thread: medians of 41, and minima.
+calls are by one thread.
 """
 
 import argparse
 import json
 import math
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +65,6 @@ CASES = (
 )
 STORES = (64, 8192)
 CPU_CASES = (Case(1, 8192), Case(8, 2048), Case(1, 1024))
-CPU_REPEATS = 41
 
 
 def make_transform(tokens: int, device: torch.device, *, accurate: bool = False) -> KVTransform:
@@ -212,26 +209,6 @@ def measure(calls: dict[str, Call], device: torch.device) -> dict[str, Any]:
     return {name: {**t, "of_plain": round(t["single"] / plain, 3)} for name, t in times.items()}
 
 
-def measure_on_cpu(case: Case) -> dict[str, Any]:
-    """Times in µs of calls in turns, and relative to `plain`."""
-    calls = attention_calls(case, torch.device("cpu"))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(CPU_REPEATS + 1):  # the first turn warms up
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            times[name].append(1e6 * (time.perf_counter() - begin))
-    singles = {name: statistics.median(all_[1:]) for name, all_ in times.items()}
-    return {
-        name: {
-            "single": round(single, 1),
-            "min": round(min(times[name][1:]), 1),
-            "of_plain": round(single / singles["plain"], 3),
-        }
-        for name, single in singles.items()
-    }
-
-
 def table(report: dict[str, Any]) -> str:
     """Single calls in Markdown."""
     names = ("plain", "without the last tokens", "balanced", "accurate")
@@ -255,18 +232,16 @@ def main() -> None:
     name = f"recipe_speed{'_cpu' if arguments.cpu else ''}.json"
     out: Path = arguments.out or RESULTS / name
     device = torch.device("cpu" if arguments.cpu else "cuda")
+    if arguments.cpu:
+        torch.set_num_threads(1)
     report: dict[str, Any] = {
         **provenance(device),
         "microseconds": {},
     }
-    if arguments.cpu:
-        torch.set_num_threads(1)
-        report["microseconds"] = {case.name: measure_on_cpu(case) for case in CPU_CASES}
-        out.write_text(json.dumps(report, indent=1) + "\n")
-        print(table(report))
-        return
-    makers = {case.name: partial(attention_calls, case) for case in CASES}
-    makers |= {f"store {tokens}": partial(store_calls, tokens) for tokens in STORES}
+    cases = CPU_CASES if arguments.cpu else CASES
+    makers = {case.name: partial(attention_calls, case) for case in cases}
+    if not arguments.cpu:
+        makers |= {f"store {tokens}": partial(store_calls, tokens) for tokens in STORES}
     for name, make in makers.items():
         if name.startswith(arguments.only or ""):
             report["microseconds"][name] = measure(make(device), device)

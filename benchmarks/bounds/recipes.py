@@ -56,15 +56,15 @@ _OF_PLAIN = {
 }
 """Max time of `balanced`, relative to `plain`, whose store chooses between two scales."""
 _LATENCY = (
-    "biases alone cost 4 to 7 % on an H200, because shifts crowd the busiest pipe; the last tokens "
-    "4 to 7 %; 1.01 to 1.06 on an H100 (recipe_speed_h100)"
+    "on an H200 biases alone cost 4 to 7 %, the last tokens 4 to 7 %; 1.01 to 1.06 on an H100 "
+    "(recipe_speed_h100)"
 )
 _SLOWER = {
     "decode 64 x 8192": _LATENCY,
     "decode 8 x 32768": _LATENCY,
     "decode 1 x 131072": _LATENCY,
     "prefill 4 x 2048": "attention to the last tokens is another pass, and a merge",
-    "store 8192": "four candidates for a scale, by weighted errors: 1.4 times the instructions",
+    "store 8192": "four candidates for a scale, by weighted errors",
     "store 8192, accurate": "error feedback from channel to channel",
     "store 64, accurate, us": "error feedback from channel to channel",
 }

@@ -32,37 +32,24 @@ __device__ __forceinline__ void load_tile(const Params& p, float* tile, u32 toke
   __syncwarp();
 }
 
-// Subtracts the errors of all earlier blocks from block b. The next factors are loaded during the products with these.
+// Subtracts the errors of all earlier blocks from block b.
 __device__ __forceinline__ void gather(float* tile, const float* factor, int b) {
   const int rows = threadIdx.x % 8 * 4, channels = b * BLOCK + threadIdx.x % 32 / 8 * 4;
   float x[4][4];
 #pragma unroll
   for (int i = 0; i < 4; i++) load4(x[i], tile + at(channels + i, rows));
-  constexpr int AHEAD = 4;
-  float f[AHEAD][4];
-  const float* factors = factor + channels;
-  auto load_factors = [&]() {
-#pragma unroll
-    for (int c = 0; c < AHEAD; c++) load4(f[c], factors + c * HEAD_SIZE);
-    factors += AHEAD * HEAD_SIZE;
-  };
-  load_factors();
-#pragma unroll 2
-  for (int before = 0; before < b * BLOCK; before += AHEAD) {
-    float own[AHEAD][4];
-#pragma unroll
-    for (int c = 0; c < AHEAD; c++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) own[c][i] = f[c][i];
-    load_factors();  // in the end those of this block, which are not used
-#pragma unroll
-    for (int c = 0; c < AHEAD; c++) {
-      float error[4];
-      load4(error, tile + at(before + c, rows));
+#pragma unroll 1
+  for (int before = 0; before < b; before++) {
+    const float* errors = tile + at(before * BLOCK, rows);
+    const float* factors = factor + before * BLOCK * HEAD_SIZE + channels;
+#pragma unroll 8
+    for (int c = 0; c < BLOCK; c++) {
+      float error[4], f[4];
+      load4(error, errors + c * TILE), load4(f, factors + c * HEAD_SIZE);
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) x[i][j] = sub(x[i][j], mul(error[j], own[c][i]));
+        for (int j = 0; j < 4; j++) x[i][j] = sub(x[i][j], mul(error[j], f[i]));
     }
   }
 #pragma unroll

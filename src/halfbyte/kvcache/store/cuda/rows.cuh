@@ -153,13 +153,17 @@ struct Place {
 // A position in one register, from which its segment follows, and whether it is 0: the last one that has a mean for those
 // beyond it, and 1 for negative ones. (Padding may have any, and is not stored.)
 __device__ __forceinline__ u32 known_position(const Params& p, i64 position) {
-  const i64 last = SEGMENT > 1 ? (i64)p.num_segments * SEGMENT - 1 : SEGMENT ? max(p.num_segments, 2u) - 1 : 1;
+  const i64 last = max((i64)p.num_segments * SEGMENT - 1, (i64)1);
   return (u32)(position < 0 ? 1 : position > last ? last : position);
 }
 
 // The segment of a `known_position`, which has a mean.
 __device__ __forceinline__ u32 segment_of(const Params& p, u32 position) {
-  return SEGMENT > 1 ? position / SEGMENT : SEGMENT ? min(position, p.num_segments - 1) : 0;
+#if SEGMENT
+  return min(position / SEGMENT, p.num_segments - 1);
+#else
+  return 0;
+#endif
 }
 
 // Prefetches what the block of a thread depends on, before wait_for_previous: a position may be outdated, which only
