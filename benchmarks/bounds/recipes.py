@@ -55,14 +55,8 @@ _OF_PLAIN = {
     "store 8192": 1.5,
 }
 """Max time of `balanced`, relative to `plain`, whose store chooses between two scales."""
-_LATENCY = (
-    "on an H200 biases alone cost 4 to 7 %, the last tokens 4 to 7 %; 1.01 to 1.06 on an H100 "
-    "(recipe_speed_h100)"
-)
 _SLOWER = {
-    "decode 64 x 8192": _LATENCY,
-    "decode 8 x 32768": _LATENCY,
-    "decode 1 x 131072": _LATENCY,
+    "decode 1 x 131072": "4.1 us more, of them 3.1 for rotation and biases; 1.06 on an H100",
     "prefill 4 x 2048": "attention to the last tokens is another pass, and a merge",
     "store 8192": "four candidates for a scale, by weighted errors",
     "store 8192, accurate": "error feedback from channel to channel",

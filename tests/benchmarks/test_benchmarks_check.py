@@ -45,8 +45,6 @@ def test_every_bound_is_there() -> None:
         "vllm_step_tp2": 1,
     }
     assert {bound.name for bound in COMMITTED if bound.known_miss} == {
-        "decode 64 x 8192: balanced, of plain",
-        "decode 8 x 32768: balanced, of plain",
         "decode 1 x 131072: balanced, of plain",
         "gemma-3-270m, accurate: KL, of fp8's, end to start",
         "prefill 4 x 2048: balanced, of plain",

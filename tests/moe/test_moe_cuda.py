@@ -17,6 +17,7 @@ from halfbyte.moe.cuda.plan import (
     is_small,
     make_plan,
     max_entries,
+    mean_entries,
     usual_plans,
 )
 from linear.machines import H200, RTX_3090
@@ -53,24 +54,54 @@ def test_no_tokens_need_no_kernel(weight_format: Any) -> None:
 def test_plans_fit_a_gpu(name: str, machine: Machine) -> None:
     works, top_k = LAYERS[name]
     for work in works:
-        assert work.items % work.split == 0  # no warp waits for another
         for m in (1, 2, 4, 16, 64):
             plan = make_plan(work, m, top_k, machine)
             assert plan in usual_plans(work, machine)
-            assert plan.split == work.split
+            assert work.items(plan.parts) % plan.split == 0  # no warp waits for another
             taken = plan.shared_bytes(work, m * top_k) + 1024
             assert plan.ctas * taken <= machine.block_bytes + 1024
             assert 0 < plan.grid(work, m * top_k, machine.num_sms) <= plan.ctas * machine.num_sms
 
 
+def test_all_calls_have_usual_plans() -> None:
+    """Also for other numbers of experts per token than the model's: nothing compiles in a graph."""
+    for work in (*QWEN, *GPT):
+        plans = usual_plans(work, H200)
+        for m in range(1, 129):
+            for top_k in (1, 3, 8):
+                if is_small(m * top_k, work.num_experts):
+                    assert make_plan(work, m, top_k, H200) in plans
+
+
+def test_warps_share_k_only_where_tiles_are_few() -> None:
+    """One warp per tile needs no sums of other warps, but one token's tiles are not enough."""
+    assert make_plan(QWEN[0], 1, 8, H200).split == 2
+    assert make_plan(GPT[1], 1, 4, H200).split == 4
+    assert make_plan(QWEN[0], 64, 8, H200).split == 1
+    assert make_plan(QWEN[1], 64, 8, H200).split == 1
+
+
+def test_mean_entries_are_those_of_random_routing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for pairs, experts, columns in ((8, 128, 1), (512, 128, 8), (300, 32, 4)):
+        counts = torch.randint(experts, (400, pairs), generator=generator)
+        counts = torch.nn.functional.one_hot(counts, experts).sum(1)
+        found = (-(-counts // columns)).sum(1).double().mean()
+        assert found == pytest.approx(mean_entries(pairs, experts, columns), rel=0.03)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_copies_in_flight_cover_the_latency(name: str) -> None:
-    """64 KiB per SM: an H200's bandwidth times about 1.8 µs."""
+    """48 KiB per SM: an H200's bandwidth times about 1.4 µs. Or all that an SM copies. (With 12
+    warps per SM, two items in flight are faster than three: 54 and 81 KiB.)"""
     works, top_k = LAYERS[name]
     for work in works:
         for m in (1, 4, 16, 64):
             plan = make_plan(work, m, top_k, H200)
-            assert plan.ctas * plan.split * plan.groups * plan.stages * work.item_bytes >= 2**16
+            item_bytes, tiles = work.item_bytes(plan.parts), work.n // 16
+            in_flight = plan.ctas * plan.split * plan.groups * plan.stages * item_bytes
+            items = min(m * top_k, work.num_experts) * tiles * work.items(plan.parts)
+            assert in_flight >= min(3 * 2**14, items * item_bytes / H200.num_sms)
 
 
 def test_a_row_that_does_not_fit() -> None:

@@ -11,6 +11,7 @@ import cuda_on_host
 from halfbyte.linear.w4a16.gemv.plan import Machine
 from halfbyte.moe import PackedExperts
 from halfbyte.moe.cuda import launcher, sums
+from halfbyte.moe.cuda.plan import ProductPlan, Work, make_plan
 from moe.cases import assert_close_enough, random_hidden, random_routing
 from moe.on_host import BF16, KINDS, Kind, experts_of, moved, moved_matrices
 from slow import slow
@@ -63,6 +64,33 @@ def test_error(kind: Kind) -> None:
         hidden = random_hidden(m, HIDDEN, kind[3])
         out = run(hidden, experts, ids, weights)
         assert_close_enough(out, hidden, experts, ids, weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "parts"),
+    [
+        ("swiglu", 1, 2),
+        slow("swiglu", 2, 2),
+        slow("swiglu", 1, 4),
+        slow("limited-fp16", 3, 1),
+        ("mxfp4-limited", 2, 2),
+        slow("mxfp4-limited", 1, 3),
+    ],
+)
+def test_ways_to_share_k(kind: str, split: int, parts: int) -> None:
+    """Warps that share a tile's k or not; items of several parts, of which the last has fewer."""
+
+    def plan_of(work: Work, m: int, top_k: int, machine: Machine) -> ProductPlan:
+        plan = make_plan(work, m, top_k, machine)
+        fits = work.items(parts) % split == 0
+        return plan._replace(split=split if fits else 1, groups=2, stages=2, ctas=1, parts=parts)
+
+    experts = experts_of(KINDS[kind], 5, HIDDEN, INTERMEDIATE)
+    ids, weights = random_routing(9, 2, 5)
+    hidden = random_hidden(9, HIDDEN, KINDS[kind][3])
+    with patch.object(launcher, "make_plan", plan_of):
+        out = run(hidden, experts, ids, weights)
+    assert_close_enough(out, hidden, experts, ids, weights)
 
 
 def test_experts_with_more_tokens_than_a_pass() -> None:

@@ -120,10 +120,10 @@ def test_the_number_of_pairs_selects() -> None:
     for machine, many in ((H200, "gemm"), (RTX_3090, "triton")):
         variant.cache_clear()
         with patch.object(kernel, "machine_of", lambda device, machine=machine: machine):
-            assert variant(64 * 8, QWEN, 0) == "streaming"
-            assert variant(32 * 4, GPT, 0) == "streaming"
-            assert variant(65 * 8, QWEN, 0) == ("gemm" if machine is H200 else "streaming")
-            assert variant(33 * 4, GPT, 0) == ("gemm" if machine is H200 else "streaming")
+            assert variant(96 * 8, QWEN, 0) == "streaming"
+            assert variant(48 * 4, GPT, 0) == "streaming"
+            assert variant(97 * 8, QWEN, 0) == ("gemm" if machine is H200 else "streaming")
+            assert variant(49 * 4, GPT, 0) == ("gemm" if machine is H200 else "streaming")
             assert variant(128 * 8, QWEN, 0) == ("gemm" if machine is H200 else "streaming")
             assert variant(129 * 8, QWEN, 0) == many
             assert variant(MAX_PAIRS, QWEN, 0) == many

@@ -8,14 +8,14 @@
 //   Work       The grid is persistent; every CTA lists the experts that are hit (routing.cuh). A unit is
 //              GROUPS tiles of 16 rows of one expert's matrix, for the pairs of an entry; a CTA has a range of
 //              consecutive units. A tile is computed by a group of SPLIT warps, which split its k: warp i has items
-//              i, i + SPLIT, ... of 256 k.
+//              i, i + SPLIT, ... of ITEM_K.
 //   Operands   m16n8k16: A = 16 rows of W, unpacked in registers; B = 8 columns, the tokens. In a gated tile, rows
 //              0 to 7 are of gate and rows 8 to 15 the same ones of up: the activation needs no other lane.
-//   Loads      cp.async into a ring per warp, without barriers; each lane reads back what it copied, except for
-//              scales. The ring runs ahead over units and entries. The second product starts copying before the
-//              first has ended (programmatic dependent launch): it needs its results only as x.
-//   Sums       of a group's warps are added in shared memory in order of k. How k is shared depends on K alone, so that
-//              a token's bits do not depend on the other tokens.
+//   Loads      cp.async into a ring per warp, without barriers. The ring runs ahead over units and entries. The second
+//              product starts copying before the first has ended (programmatic dependent launch): it needs its
+//              results only as x.
+//   Sums       of a group's warps are added in shared memory in order of k. How k is shared depends on shapes alone, so
+//              that a token's bits do not depend on the other tokens' values and routes.
 //
 // Macros:
 //   X_BF16, MX            see values.cuh
@@ -23,6 +23,7 @@
 //   N, K                  of an expert's matrix: N a multiple of 16, K of 32
 //   COLUMN_TILES          8 columns each: 1 or 2
 //   SPLIT, GROUPS         warps of a group, groups of a CTA
+//   PARTS                 of 256 k in an item
 //   STAGES, CTAS          items in a ring, CTAs per SM
 
 #include "moe/cuda/loader.cuh"
@@ -71,20 +72,22 @@ __device__ __forceinline__ void store_tile(const Params& p, const Routing& routi
   }
 }
 
-// A lane's part of an item, 16 rows x ITEM_K.
-struct Item {
+// A lane's values of a part of an item, 16 rows x PART_K.
+struct Part {
   uint4 words[2][2];  // by row (g, g + 8) and half of k
   Scales scales[2];   // by half of k
 
   // `slot` is the item in shared memory, `shifts` where rows of scales begin, `left` how many k exist from here on.
-  __device__ __forceinline__ void load(const u8* slot, u32 address, const u32* shifts, int left) {
+  __device__ __forceinline__ void load(const u8* slot, int part, const u32* shifts, int left) {
     const int lane = threadIdx.x & 31;
-    const u8* upper = slot + ITEM_WEIGHTS + lane / 4 * SCALE_ROW_BYTES + shifts[0];
-    const u8* lower = slot + ITEM_WEIGHTS + (lane / 4 + 8) * SCALE_ROW_BYTES + shifts[1];
+    const u32 weights = shared_address(slot) + part * PART_WEIGHTS + lane * 16;
+    const u8* scales_at = slot + ITEM_WEIGHTS + part * (PART_K / BLOCK);
+    const u8* upper = scales_at + lane / 4 * SCALE_ROW_BYTES + shifts[0];
+    const u8* lower = scales_at + (lane / 4 + 8) * SCALE_ROW_BYTES + shifts[1];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      words[0][half] = load16(address + lane * 16 + half * 512);
-      words[1][half] = load16(address + lane * 16 + half * 512 + 1024);
+      words[0][half] = load16(weights + half * 512);
+      words[1][half] = load16(weights + half * 512 + 1024);
       // Beyond K lie the next row's scales, which may be NaN.
       const bool exists = !IS_RAGGED || half * 128 + lane % 4 * 32 < left;
 #if MX
@@ -130,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
   const int group = warp / SPLIT, split = warp % SPLIT;
   u8* const rings = shared + (X_ROW_BYTES << p.pairs.columns_log2);
   u8* const sums = rings + SPLIT * GROUPS * STAGES * ITEM_BYTES;
-  const Routing routing(p.pairs, p.max_entries, sums + SPLIT * GROUPS * 2 * SUM_BYTES);
+  const Routing routing(p.pairs, p.max_entries, sums + (SPLIT > 1 ? SPLIT * GROUPS * 2 * SUM_BYTES : 0));
 #if GATED
   // All CTAs wait before the second product may start, so it may also read what was written before this kernel.
   wait_for_previous();
@@ -185,11 +188,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
       const u8* from = ring + slot * ITEM_BYTES;
       wait_for_copies<STAGES - 1>();
       __syncwarp();
-      Item item;
-      item.load(from, shared_address(from), shifts, K - i * ITEM_K);
-      __syncwarp();  // all lanes have read the item
-      loader.step(shared_address(from));
-      item.multiply(acc, x_at, i * ITEM_K * 2, count);
+#pragma unroll
+      for (int j = 0; j < PARTS; j++) {
+        const int k = i * ITEM_K + j * PART_K;
+        const bool is_last = j == PARTS - 1 || (IS_RAGGED && k + PART_K >= K);
+        Part part;
+        part.load(from, j, shifts, K - k);
+        if (is_last) {
+          __syncwarp();  // all lanes have read the item
+          loader.step(shared_address(from));
+        }
+        part.multiply(acc, x_at, k * 2, count);
+        if (is_last) break;
+      }
       slot = slot == STAGES - 1 ? 0 : slot + 1;
     }
     if (SPLIT > 1) {

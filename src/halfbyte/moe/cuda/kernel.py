@@ -21,10 +21,10 @@ from halfbyte.moe.cuda.plan import MAX_EXPERTS, SIZE_MULTIPLE, Work, is_small
 from halfbyte.moe.experts import GatedActivation, PackedExperts
 from halfbyte.moe.triton import TritonKernel
 
-_MAX_MEAN_BESIDE_GEMM = 4
-"""Max mean of tokens per expert for which `experts.cu` runs on SM90. Up to this it was at least as
-fast as `gemm.cu` on an H100, with Qwen3-30B-A3B's and GPT-OSS-20B's experts; with 6 it took 5 to
-10 % longer."""
+_MAX_MEAN_BESIDE_GEMM = 6
+"""Max mean of tokens per expert for which `experts.cu` runs on SM90. On an H200, with the
+experts of Qwen3-30B-A3B and GPT-OSS-20B, it takes 2 % less time than `gemm.cu` with a mean of 6;
+with 8 it takes 6 % more, and 2 % less (`dev/LOG.md`)."""
 
 
 @as_loaded_op("nvfp4_moe_cuda")

@@ -8,7 +8,9 @@
 #include "moe/cuda/routing.cuh"
 
 #define THREADS (32 * SPLIT * GROUPS)
-#define ITEM_K 256
+#define PART_K 256
+#define PARTS_OF_K ((K + PART_K - 1) / PART_K)
+#define ITEM_K (PARTS * PART_K)
 #define ITEMS ((K + ITEM_K - 1) / ITEM_K)
 #define TILES (N / 16)  // of 16 rows, per expert
 #define UNITS ((TILES + GROUPS - 1) / GROUPS)  // of GROUPS tiles
@@ -20,7 +22,8 @@
 #define SCALES_ARE_ALIGNED (ROW_SCALES % 4 == 0)
 #define SCALE_WORDS (ITEM_SCALES / 4 + !SCALES_ARE_ALIGNED)
 #define SCALE_ROW_BYTES (4 * SCALE_WORDS)
-#define ITEM_WEIGHTS 2048
+#define PART_WEIGHTS 2048
+#define ITEM_WEIGHTS (PARTS * PART_WEIGHTS)
 #define ITEM_BYTES (ITEM_WEIGHTS + 16 * SCALE_ROW_BYTES)
 #define IS_RAGGED (K % ITEM_K != 0)
 
@@ -47,15 +50,18 @@ __device__ __forceinline__ int row_of_tile(int tile, int i) {
 #endif
 }
 
+#define ROW_STRIDE (GATED && INTERLEAVED ? 2 : 1)  // between rows i and i + 1 of a tile, except 7 and 8
+
 // The tile of a unit of an entry, of a group of warps; TILES or more if it has none in the last unit.
 __device__ __forceinline__ int tile_of_unit(int unit, int group) { return unit % UNITS * GROUPS + group; }
 
-// Prefetches a warp's items into its ring: 16 rows x ITEM_K of all its units.
+// Prefetches a warp's items into its ring: 16 rows x ITEM_K of all its units. An instruction copies 128 bytes, whole
+// lines of the cache, of each of four rows: L2 serves a request for half a line in the same time.
 struct Loader {
   const Params& p;
   const Routing& routing;
   int unit, end, group, split, item;
-  const u8 *upper, *lower;  // this lane's bytes of rows g and g + 8
+  const u8 *upper, *lower;  // this lane's bytes of rows lane / 8 and lane / 8 + 8
   const u8* scale;          // its words of a row of scales
   int scales_left;          // bytes from there to the end of all scales; capped at more than a row's copies read
 
@@ -69,8 +75,8 @@ struct Loader {
     if (unit >= end) return;
     const int lane = threadIdx.x & 31, tile = tile_of_unit(unit, group);
     const u64 first = (u64)routing.entry(unit / UNITS).expert * N;
-    upper = p.weight + (first + row_of_tile(tile, lane / 4)) * (K / 2) + lane % 4 * 16;
-    lower = p.weight + (first + row_of_tile(tile, lane / 4 + 8)) * (K / 2) + lane % 4 * 16;
+    upper = p.weight + (first + row_of_tile(tile, lane / 8)) * (K / 2) + lane % 8 * 16;
+    lower = p.weight + (first + row_of_tile(tile, lane / 8 + 8)) * (K / 2) + lane % 8 * 16;
     scale = p.scales + (first + row_of_tile(tile, lane & 15)) * ROW_SCALES;
     if (!SCALES_ARE_ALIGNED) scale -= (u64)scale & 3;
     // Copies may read past a row into the next one, but not past the last row of the last expert.
@@ -83,17 +89,23 @@ struct Loader {
   __device__ __forceinline__ void step(u32 slot) {
     if (unit < end) {
       const int lane = threadIdx.x & 31;
-      const u32 to = slot + lane * 16;
+      // Where a lane of `Item` reads the 16 bytes.
+      const u32 to = slot + (lane / 8 * 4 + lane % 4) * 16 + lane / 4 % 2 * 512;
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int at = item * (ITEM_K / 2) + half * 64;
-        if (IS_RAGGED) {
-          const bool exists = at + lane % 4 * 16 < K / 2;
-          copy16_or_zeros(to + half * 512, upper + at, exists);
-          copy16_or_zeros(to + half * 512 + 1024, lower + at, exists);
-        } else {
-          copy16(to + half * 512, upper + at);
-          copy16(to + half * 512 + 1024, lower + at);
+      for (int part = 0; part < PARTS; part++) {
+        const int at = item * (ITEM_K / 2) + part * (PART_K / 2);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const u32 place = to + part * PART_WEIGHTS + i * 256;
+          const int row = i * 4 * ROW_STRIDE * (K / 2);
+          if (IS_RAGGED) {
+            const bool exists = at + lane % 8 * 16 < K / 2;
+            copy16_or_zeros(place, upper + row + at, exists);
+            copy16_or_zeros(place + 1024, lower + row + at, exists);
+          } else {
+            copy16(place, upper + row + at);
+            copy16(place + 1024, lower + row + at);
+          }
         }
       }
       copy_scales(slot + ITEM_WEIGHTS + (lane & 15) * SCALE_ROW_BYTES);
@@ -106,12 +118,15 @@ struct Loader {
     commit_copies();
   }
 
-  // Half of the warp has the even words of 16 rows, the other half the odd ones.
+  // Half of the warp has the even words of 16 rows, or 16 bytes instead, the other half the odd ones.
   __device__ __forceinline__ void copy_scales(u32 to) const {
     const u8* from = scale + item * ITEM_SCALES;
     const int odd = threadIdx.x >> 4 & 1;
 #if !MX && ROW_SCALES % 16 == 0
-    if (!odd) copy16(to, from);
+#pragma unroll
+    for (int i = 0; i < PARTS; i += 2)
+      if (i + odd < PARTS && (!IS_RAGGED || item * ITEM_SCALES + (i + odd) * 16 < ROW_SCALES))
+        copy16(to + (i + odd) * 16, from + (i + odd) * 16);
 #else
 #pragma unroll
     for (int i = 0; i < SCALE_WORDS; i += 2) {

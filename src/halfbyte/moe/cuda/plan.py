@@ -1,5 +1,7 @@
 """How the CUDA kernels for few tokens per expert share their work; decided by shapes alone."""
 
+from functools import lru_cache
+from math import ceil, exp
 from typing import NamedTuple
 
 from halfbyte.linear.w4a16.gemv.plan import Machine
@@ -13,24 +15,45 @@ MAX_PAIRS = 1024
 MAX_EXPERTS = 1024
 SIZE_MULTIPLE = 32
 """H and I must be multiples of this, so that rows of codes begin at multiples of 16 bytes."""
-ITEM_K = 256
+PART_K = 256
 _TILE_ROWS, _TILE_COLUMNS = 16, 8
 _MAX_SPLIT = 4
 _COLUMNS = {1: 4, 4: 8, MAX_MEAN: 16}
 """Max tokens per pass over an expert's weights, by the max mean of tokens per expert. Weights of an
 expert with more tokens are read again, from L2. Shared memory holds these tokens and the rings of
 weights, so more tokens leave smaller rings."""
+
+
+class _Option(NamedTuple):
+    """How a plan may use an SM."""
+
+    warps: int
+    """Of a CTA."""
+    ctas: int
+    """Per SM."""
+    stages: int
+    """Items in flight, per warp."""
+    parts: int
+    """Of 256 k, in an item."""
+
+
 _OPTIONS = (
-    (8, 3, 2),
-    (8, 2, 4),
-    (8, 2, 3),
-    (8, 2, 2),
-    (16, 1, 3),
-    (16, 1, 2),
-    (8, 1, 3),
-    (8, 1, 2),
+    (_Option(8, 3, 2, 1), _Option(8, 2, 3, 1), _Option(8, 2, 2, 1)),
+    (_Option(12, 1, 2, 1), _Option(8, 1, 3, 1), _Option(8, 1, 2, 1)),
 )
-"""Warps per CTA, CTAs per SM, and items in flight per warp, in order of preference."""
+_OPTIONS_OF_MANY = (
+    (_Option(16, 1, 2, 2), _Option(16, 1, 2, 1), _Option(8, 1, 3, 1), _Option(8, 1, 2, 1)),
+)
+"""Of each list the first option that fits into shared memory is possible. Large items and one CTA
+per SM, whose warps share the tokens, are faster with many columns and a large K: by times of 20
+options for both products of Qwen3-30B-A3B and GPT-OSS-20B on one H200
+(`benchmarks/results/moe_plans.json`)."""
+_MANY_COLUMNS, _LARGE_K = 8, 1024
+_UNIT_PARTS, _SHARED_UNIT_PARTS = 0.3, 1.0
+"""Time of a unit beside its items, in parts, if a warp has all of k or shares it with others."""
+_WAITING_WARPS = 6
+"""Warps whose instructions take as long as one warp waits. From a fit to the same times: the plan
+with the least `ProductPlan.cost` takes 2.4 % longer than the fastest option, in the mean."""
 _RESERVED_BYTES = 1024
 """Shared memory that CUDA takes from every CTA."""
 
@@ -46,30 +69,20 @@ class Work(NamedTuple):
     gated: bool
     interleaved: bool = False
 
-    @property
-    def items(self) -> int:
-        """Items of 256 k in a row."""
-        return -(-self.k // ITEM_K)
+    def items(self, parts: int) -> int:
+        """Items of a row, of so many times 256 k."""
+        return -(-self.k // (parts * PART_K))
 
-    @property
-    def split(self) -> int:
-        """Warps that share k of a tile; depends on K alone, for batch invariance."""
-        return max(
-            range(1, min(_MAX_SPLIT, self.items) + 1),
-            key=lambda split: (self.items / (-(-self.items // split) * split), split),
-        )
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of 16 rows x 256 k in shared memory."""
-        block = BLOCK_SIZES[self.weight_format]
-        words = ITEM_K // block // 4 + (self.k // block % 4 > 0)
-        return _TILE_ROWS * (ITEM_K // 2 + 4 * words)
+    def item_bytes(self, parts: int) -> int:
+        """Bytes of an item of 16 rows in shared memory."""
+        block, item_k = BLOCK_SIZES[self.weight_format], parts * PART_K
+        words = item_k // block // 4 + (self.k // block % 4 > 0)
+        return _TILE_ROWS * (item_k // 2 + 4 * words)
 
     @property
     def x_row_bytes(self) -> int:
         """Bytes of a token in shared memory."""
-        return self.items * ITEM_K * 2 + 64
+        return self.items(1) * PART_K * 2 + 64
 
 
 class ProductPlan(NamedTuple):
@@ -81,6 +94,8 @@ class ProductPlan(NamedTuple):
     groups: int
     stages: int
     ctas: int
+    parts: int = 1
+    """Of 256 k, in an item."""
 
     @property
     def column_tiles(self) -> int:
@@ -103,6 +118,7 @@ class ProductPlan(NamedTuple):
             ("COLUMN_TILES", self.column_tiles),
             ("SPLIT", self.split),
             ("GROUPS", self.groups),
+            ("PARTS", self.parts),
             ("STAGES", self.stages),
             ("CTAS", self.ctas),
         )
@@ -110,23 +126,47 @@ class ProductPlan(NamedTuple):
     def shared_bytes(self, work: Work, num_pairs: int) -> int:
         """Dynamic shared memory of a CTA: x, rings, sums, and the lists of `routing.cuh`."""
         warps = self.split * self.groups
-        sums = warps * 2 * self.column_tiles * 512
+        sums = warps * 2 * self.column_tiles * 512 if self.split > 1 else 0
         entries = max_entries(num_pairs, work.num_experts, self.columns)
         lists = 4 * (2 + 2 * self.columns + entries + work.num_experts + num_pairs)
-        rings = warps * self.stages * work.item_bytes
+        rings = warps * self.stages * work.item_bytes(self.parts)
         return self.columns * work.x_row_bytes + rings + sums + lists
 
     def grid(self, work: Work, num_pairs: int, num_sms: int) -> int:
         """CTAs: as many as can be resident, but no more than there can be work for."""
-        units = -(-work.n // _TILE_ROWS // self.groups)
         entries = max_entries(num_pairs, work.num_experts, self.columns)
-        return min(num_sms * self.ctas, entries * units)
+        return min(num_sms * self.ctas, entries * self.units(work))
+
+    def units(self, work: Work) -> int:
+        """Units of an entry: of a tile per group of warps."""
+        return -(-work.n // _TILE_ROWS // self.groups)
+
+    def cost(self, work: Work, num_pairs: int, num_sms: int) -> float:
+        """Estimated time of a launch, in arbitrary units: the warps of an SM issue their
+        instructions in turns, and wait in part at the same time."""
+        units = mean_entries(num_pairs, work.num_experts, self.columns) * self.units(work)
+        rounds = ceil(units / (num_sms * self.ctas))
+        parts = work.items(self.parts) // self.split * self.parts
+        overhead = _UNIT_PARTS if self.split == 1 else _SHARED_UNIT_PARTS
+        warps = self.ctas * self.groups * self.split
+        return rounds * (parts + overhead) * (warps + _WAITING_WARPS)
 
 
 def max_entries(num_pairs: int, num_experts: int, columns: int) -> int:
     """Max entries of any routing: every expert that is hit may have one that is not full."""
     partial = min(num_pairs, num_experts)
     return partial + (num_pairs - partial) // columns
+
+
+@lru_cache(maxsize=2**14)
+def mean_entries(num_pairs: int, num_experts: int, columns: int) -> float:
+    """Mean number of entries if every pair has a random expert (Poisson)."""
+    mean = num_pairs / num_experts
+    chance, entries = exp(-mean), 0.0
+    for pairs in range(1, int(4 * mean) + 16):
+        chance *= mean / pairs
+        entries += chance * -(-pairs // columns)
+    return num_experts * entries
 
 
 def is_small(num_pairs: int, num_experts: int) -> bool:
@@ -140,27 +180,59 @@ def make_plan(work: Work, m: int, top_k: int, machine: Machine) -> ProductPlan:
     Raises:
         ValueError: a K whose tokens do not fit into shared memory.
     """
-    mean = m * top_k / work.num_experts
+    return _plan_of(work, 1 << (m - 1).bit_length(), m * top_k, machine)
+
+
+@lru_cache(maxsize=256)
+def usual_plans(work: Work, machine: Machine) -> set[ProductPlan]:
+    """Plans of all calls that `is_small`."""
+    return {
+        _plan_of(work, columns, num_pairs, machine)
+        for columns in (1, 2, 4, 8, 16)
+        for num_pairs in range(1, min(MAX_PAIRS, MAX_MEAN * work.num_experts) + 1)
+    }
+
+
+def _plan_of(work: Work, columns: int, num_pairs: int, machine: Machine) -> ProductPlan:
+    """The plan with the least estimated time; no entry needs more than so many columns."""
+    mean = num_pairs / work.num_experts
     max_mean = next((x for x in _COLUMNS if mean <= x), MAX_MEAN)
-    columns = min(_COLUMNS[max_mean], 1 << (m - 1).bit_length())
-    # Not `m * top_k`, so that there are few variants to compile.
+    plans = _possible_plans(work, min(columns, _COLUMNS[max_mean]), max_mean, machine)
+    return min(plans, key=lambda plan: plan.cost(work, num_pairs, machine.num_sms))
+
+
+@lru_cache(maxsize=4096)
+def _possible_plans(work: Work, columns: int, max_mean: int, machine: Machine) -> list[ProductPlan]:
+    """Plans by the warps that share k, and by warps per SM."""
+    # Not the call's number of pairs, so that there are few variants to compile.
     num_pairs = min(MAX_PAIRS, max_mean * work.num_experts)
     while columns:
-        for warps, ctas, stages in _OPTIONS:
-            groups = warps // work.split
-            ctas = warps * ctas // (work.split * groups)
-            plan = ProductPlan(columns, work.split, groups, stages, ctas)
-            taken = plan.shared_bytes(work, num_pairs) + _RESERVED_BYTES
-            if taken * ctas <= machine.block_bytes + _RESERVED_BYTES:
-                return plan
+        plans: list[ProductPlan] = []
+        is_large = columns >= _MANY_COLUMNS and work.k > _LARGE_K
+        for split in range(1, _MAX_SPLIT + 1):
+            for options in _OPTIONS_OF_MANY if is_large else _OPTIONS:
+                fitting = (
+                    _fitting(work, columns, split, option, num_pairs, machine) for option in options
+                )
+                plans += [plan for plan in fitting if plan is not None][:1]
+        if plans:
+            return plans
         columns //= 2
     raise ValueError(f"K = {work.k} is too large for this GPU's shared memory")
 
 
-def usual_plans(work: Work, machine: Machine) -> set[ProductPlan]:
-    """Plans of all calls that `is_small`."""
-    plans = set()
-    for mean in _COLUMNS:
-        for m in (1, 2, 4, 8, 16):
-            plans.add(make_plan(work, m, max(1, mean * work.num_experts // m), machine))
-    return plans
+def _fitting(
+    work: Work,
+    columns: int,
+    split: int,
+    option: _Option,
+    num_pairs: int,
+    machine: Machine,
+) -> ProductPlan | None:
+    """The plan of an option, unless shared memory has no room, or a warp would wait for another."""
+    groups = option.warps // split
+    ctas = option.warps * option.ctas // (split * groups)
+    plan = ProductPlan(columns, split, groups, option.stages, ctas, option.parts)
+    taken = plan.shared_bytes(work, num_pairs) + _RESERVED_BYTES
+    fits = taken * ctas <= machine.block_bytes + _RESERVED_BYTES
+    return plan if fits and work.items(option.parts) % split == 0 else None

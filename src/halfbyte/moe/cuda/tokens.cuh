@@ -1,6 +1,6 @@
 // The tokens of an entry in shared memory, as operand B wants them: columns of x.
 //
-// A row has K padded to ITEM_K, with zeros. Eight k, 16 bytes, are in the order 0 4 1 5 2 6 3 7 (values.cuh). Of 128 k
+// A row has K padded to PART_K, with zeros. Eight k, 16 bytes, are in the order 0 4 1 5 2 6 3 7 (values.cuh). Of 128 k
 // the 16 bytes with number 4 t + j (k = 32 t + 8 j .. + 7, of lane t of four) are at 4 j + t, so that the four lanes of
 // a column read 64 bytes in a row; rows are 64 bytes longer than a multiple of 128. So there are no bank conflicts.
 //
@@ -9,7 +9,7 @@
 #pragma once
 #include "moe/cuda/routing.cuh"
 
-#define X_CHUNKS (ITEMS * ITEM_K / 8)  // of 16 bytes, of a row
+#define X_CHUNKS (PARTS_OF_K * PART_K / 8)  // of 16 bytes, of a row
 #define X_ROW_BYTES (X_CHUNKS * 16 + 64)
 #define X_LOADS 4  // in flight, per thread
 
