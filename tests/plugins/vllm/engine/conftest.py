@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -13,7 +14,6 @@ collect_ignore_glob = [] if find_spec("vllm") else ["*"]
 # Before vLLM is imported: one process, little memory, one thread beside other test workers.
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
@@ -40,6 +40,27 @@ def _collect_engines_only() -> Iterator[None]:
         # vLLM freezes its engine's objects, too, and then thaws all.
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _bind_kernels_once() -> Iterator[None]:
+    """On a CPU each new engine of vLLM looks for Triton kernels in all attributes of all modules;
+    skipped while no module was imported."""
+    if find_spec("vllm.triton_utils.dispatcher") is None:
+        yield
+        return
+    from vllm.triton_utils import dispatcher
+
+    bind, seen = dispatcher._rebind_kernels, {0}
+
+    def bind_if_new(overrides: object) -> None:
+        if len(sys.modules) not in seen:
+            bind(overrides)
+            seen.add(len(sys.modules))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher, "_rebind_kernels", bind_if_new)
         yield
 
 

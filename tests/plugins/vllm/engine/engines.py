@@ -25,6 +25,8 @@ needs_page_specs = pytest.mark.skipif(
     not has_page_specs(), reason="this vLLM does not let a backend say what a page is"
 )
 BUNDLED = str(bundled_model_path())
+CACHE_BYTES = 2**27
+"""Of an engine's cache, which is filled with zeros at start: vLLM takes much more by default."""
 
 # Prompts that the bundled model continues without repeating itself.
 TEXTS = (
@@ -56,6 +58,7 @@ def vllm_engine(
         "enforce_eager": True,
         "max_model_len": 512,
         "max_num_seqs": 32,
+        "kv_cache_memory_bytes": CACHE_BYTES,
     }
     options = {**defaults, **options}
     options = {name: value for name, value in options.items() if value is not None}

@@ -26,6 +26,7 @@ from halfbyte.plugins.vllm.registry import has_page_specs, wants_kernels
 from models.zoo import make_model
 from plugins.vllm.engine.engines import (
     BUNDLED,
+    CACHE_BYTES,
     TEXTS,
     assert_ours,
     generate,
@@ -118,7 +119,13 @@ def test_missing_scales_are_reported_before_weights_are_read(
 
 def output_of_engine(model: str | Path, **options: Any) -> list[str]:
     """All lines of an engine with vLLM's log, in processes of its own as vLLM starts them."""
-    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, **options}
+    settings = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "kv_cache_memory_bytes": CACHE_BYTES,
+        **options,
+    }
     code = f"from vllm import LLM; LLM({str(model)!r}, **{settings!r})"
     ours = ("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING")
     environment = {name: value for name, value in os.environ.items() if name not in ours}

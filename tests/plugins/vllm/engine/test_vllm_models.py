@@ -9,6 +9,7 @@ from halfbyte.layouts import KVCacheDType
 from models.zoo import make_model, token_ids
 from plugins.vllm.engine.engines import (
     BUNDLED,
+    CACHE_BYTES,
     TEXTS,
     assert_ours,
     assert_same_tokens,
@@ -111,7 +112,7 @@ def test_k_and_v_of_different_formats(k: str, v: str) -> None:
         found = generate(llm, TEXTS)
         page_bytes = impl.format.layout(64, 64, impl.num_kv_heads, 16).page_bytes
         num_layers = len(layers_of(llm))
-        assert capacity(llm) // 16 == 2**30 // (page_bytes * num_layers)
+        assert capacity(llm) // 16 == CACHE_BYTES // (page_bytes * num_layers)
     assert_same_tokens(found, expected, TEXTS, BUNDLED, **formats)
 
 
@@ -136,9 +137,8 @@ def max_running(llm: Any, prompts: list[list[int]]) -> int:
     return most
 
 
-def test_equal_memory_holds_3_5_times_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_memory_holds_3_5_times_the_tokens() -> None:
     """By vLLM's count, and by the requests that it really runs at once."""
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")  # in GiB
     counted, admitted = {}, {}
     prompts = [token_ids(230, seed=n).tolist() for n in range(45)]
     memory = 13 * 2**20  # 11 and 39 of them
