@@ -13,7 +13,7 @@ _NAMES = {
 _UNWEIGHED = replace(KVRecipe.parse("balanced"), weighted_scales=False)
 """`balanced` of runs from before it chose block scales by weighted error."""
 _NAMES[_UNWEIGHED.name] = "balanced with `four_over_six`"
-_NAMES[_UNWEIGHED.of_pages.name] = "the same without the last 64 tokens"
+_NAMES[_UNWEIGHED.of_pages.name] = "balanced with `four_over_six`, without the last 64 tokens"
 
 
 def table(report: dict[str, Any]) -> str:
@@ -52,7 +52,7 @@ def table_by_position(report: dict[str, Any]) -> str:
 def table_of_text(report: dict[str, Any]) -> str:
     """Greedy continuations and retrieval, in Markdown."""
     lines = [
-        "| model | K/V cache | tokens that agree with bf16 | prompts whose all do |",
+        "| model | K/V cache | tokens that agree with bf16 | prompts without a difference |",
         "|---|---|---:|---:|",
     ]
     for name, rows in report["greedy"].items():

@@ -96,7 +96,7 @@ class _PackedKey(NamedTuple):
 
 
 class _PackedPart(NamedTuple):
-    """Of attention to the pages only: lengths and window less the last tokens, and its plans."""
+    """For attention to the pages: lengths and window without the last tokens; its own plans."""
 
     seq_lens: torch.Tensor
     window: int

@@ -11,8 +11,8 @@ Why the batch is not split before the first selection:
 - Every backend but `dense` takes the whole batch, also if it was named, or chosen for batch
   invariance: only the choice says whether there is anything to split.
 - What to leave out depends on the chosen backend: for `dense` on its workspace and on the time to
-  unpack a sequence's pages. The parts are therefore marked (`split_off`), so that their selection
-  does not find `dense` again.
+  unpack a sequence's pages. Configs of the parts have `split_off` set, with which `dense` refuses
+  them.
 
 The first selection is cached for all layers of a step.
 """

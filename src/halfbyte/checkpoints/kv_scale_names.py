@@ -109,10 +109,10 @@ def looks_like_kv_scale(name: str) -> bool:
         return False
     if _OTHER_MODULES.search(name) is not None:
         return False
-    return _LOOKS_LIKE.search(name) is not None or _says_so(name)
+    return _LOOKS_LIKE.search(name) is not None or _names_scale_of_kv(name)
 
 
-def _says_so(name: str) -> bool:
+def _names_scale_of_kv(name: str) -> bool:
     """Whether the name of an attention module's tensor has words for a scale and for K or V.
 
     In any order; scales of projections' weights and inputs do not count.

@@ -92,7 +92,7 @@ def attention(
     where = _device(device)
     cases = choose_cases(where.type, only, batch, context, heads)
     names = [name.strip() for name in kv_cache_dtype.split(",")]
-    # At least K and V of 4 bits each.
+    # A lower bound in bytes: K and V in 4 bits each, the smallest format.
     sizes = ((case.name, case.tokens_read * case.kv_heads * case.head_size) for case in cases)
     check_memory(where, "context, batch, heads", sizes)
     benchmark = AttentionBenchmark(where, names, with_peers=peers, backend=attention_backend)

@@ -215,7 +215,7 @@ def _continue_greedily(work: _Work, windows: "Sequence[Sequence[int]]", new_toke
         )
         for result in results
     ]
-    _print_table(("KV cache", "tokens that agree", "prompts whose all do"), rows)
+    _print_table(("KV cache", "tokens that agree", "prompts without a difference"), rows)
     out.print(f"{len(windows)} prompts, continued by {new_tokens} tokens each, greedily")
 
 

@@ -139,11 +139,12 @@ class _Lifetime(NamedTuple):
 def _best_multiples(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
     """Multiples of each group's block size with little padding; the smallest such page.
 
-    Pages grow linearly with the block size, so sizes are products and nothing needs laying out.
+    A page's bytes are proportional to its block size, so candidates are compared by `extent` alone.
     """
     best: tuple[int, ...] = (1,) * len(groups)
     best_key: tuple[float, int] | None = None
-    # In the best plan some group fills its page; every other one fits as many blocks as it can.
+    # In the best plan at least one group has no padding. For each such page, the other groups use
+    # the largest multiple that fits.
     for filling in groups:
         for multiple in range(1, _max_multiple(filling) + 1):
             page = multiple * filling.extent

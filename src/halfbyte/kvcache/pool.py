@@ -92,7 +92,7 @@ class PagedKVPool:
         self.buffer = torch.cat([self.buffer, extra])
 
     def to(self, device: torch.device | str) -> "PagedKVPool":
-        """Itself, moved."""
+        """Move the bytes to a device; returns the pool itself."""
         self.buffer = self.buffer.to(device)
         return self
 

@@ -144,10 +144,11 @@ class SequenceTables:
     def release_dead_pages(self, seq: SequenceId, num_computed_tokens: int) -> None:
         """Free pages that no query from `num_computed_tokens` on can reach (sliding windows)."""
         sequence = self._get(seq)
-        # Past its end the sequence has no queries yet, and its last page is still being filled.
+        # No further than the sequence's end: its last page is still being filled.
         num_computed_tokens = min(num_computed_tokens, sequence.length)
         for group, table in zip(self.pool.plan.groups, sequence.tables, strict=True):
-            # Backwards, until pages that were released before: the cost does not grow with length.
+            # Backwards to the first page that was released before, so that a call costs only the
+            # newly dead pages.
             for i in range(group.num_dead_pages(num_computed_tokens) - 1, -1, -1):
                 if table[i] == NULL_PAGE:
                     break

@@ -109,7 +109,8 @@ def _release_outputs(model: nn.Module) -> int:
         group = {"targets": scheme.targets, "output_activations": {}}
         attention, _, projection = name.rpartition(".")
         if projection in _sides_of_cache(group):
-            # The package's forward pass looks at the scheme; groups share one object.
+            # The package rounds outputs by the module's scheme. A copy, because all modules of a
+            # group share the object.
             module.quantization_scheme = scheme.model_copy(update={"output_activations": None})
             released.add(attention)
     if released and section.get("kv_cache_scheme") is None:

@@ -137,7 +137,7 @@ def _from_file(stored: CheckpointKVScales) -> KVScales | None:
 def _from_later_file(stored: CheckpointKVScales) -> KVScales | None:
     """A `kv_scales.json` written or replaced after the model was loaded; used for recipes that the
     scales read at loading do not support."""
-    if stored.identity is None:  # not kept from loading, but read just now
+    if stored.identity is None:  # read just now, not at loading: nothing can be later
         return None
     later = KVScales.load(stored.folder)
     if later is None or later == stored.file:

@@ -80,7 +80,7 @@ def _found(
         return scales
     except CheckpointError:
         raise
-    except ValueError as error:  # of what is in the folder
+    except ValueError as error:  # the folder's files are broken, not the caller's arguments
         raise CheckpointError(str(error)) from None
 
 

@@ -124,8 +124,8 @@ def default_recipe(
 
 
 def calibrated_or_any(find: Callable[[KVRecipe | None], KVScales | None]) -> KVScales | None:
-    """The scales that decide the default recipe: those with a calibration, even if others precede
-    them for `plain`; else any.
+    """The scales that decide the default recipe: the first with a calibration, even where `plain`
+    would use a checkpoint's own scales; without any calibration, the first at all.
 
     Args:
         find: returns the scales that a recipe can use; for None, any scales.

@@ -155,7 +155,7 @@ def round_with_feedback(
         before, inner = y[:, block].clone(), factor[block, block]
         data, scales = weighted_rounding.quantize(before, decode, None, inner, recipe)
         parts.append((data, scales))
-        # before - rounded = e (I + F): each column was moved by the errors of those before it.
+        # A column was rounded with feedback of those before it, so before - rounded = e (I + F).
         moved = before - nvfp4.dequantize(data, scales, decode)
         errors = torch.linalg.solve_triangular(eye + inner, moved, upper=True, left=False)
         y[:, later].addmm_(errors, factor[block, later], alpha=-1)

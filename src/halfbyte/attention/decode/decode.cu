@@ -40,7 +40,7 @@
 // Scales then multiply the sums (K) and probabilities (V) of their blocks instead of every value of A,
 // which is fewer products. Without DUPLICATE they multiply A.
 
-// 1 to unpack codes by products instead of left shifts (formats.cuh).
+// 1 to unpack codes by multiplications instead of left shifts (formats.cuh).
 #define MULTIPLIES_SHIFTS (ROTATE || SEGMENT || RECENT)
 
 #include "attention/decode/recent.cuh"
@@ -60,7 +60,7 @@ __device__ __forceinline__ void attend_tile(const Params& p, const WorkItem& ite
   scores<COUNT>(s, query, tile);
   if (SOFTCAP) cap<COUNT>(s, p, query, bias);
   if (partial) {
-    asm volatile("");  // keeps this a branch: most tiles need no mask
+    asm volatile("");  // a branch, not predicated instructions: most tiles need no mask
     visible.mask<COUNT>(s, p, item, position);
   }
   sums.rescale<COUNT>(s, query, bias);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
   RecentRows rows(p, item, keys, head);
   const OwnRounds own(rows, Rounds(p, item, share, loader.header.span));
 #endif
-  // Loads stage i, counted from the rounds of recent tokens on.
+  // Loads stage i of the share: rounds of recent tokens come first, then tiles.
   auto load_stage = [&](int i) {
 #if STAGES_RECENT
     if (i < own.count) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
     for (int i = 0; i < STAGES - 1; i++) load_stage(i);
   Bias bias(p, item, head, share, means, behind_ring + Q_BYTES);
 #if KEEPS_ANGLES
-  // The first biases, while the first stages are under way. The angles were asked for before them.
+  // Computes the first biases while the first stages load. Their angles were prefetched before the stages.
   asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1));
   __syncwarp();
   bias.step(p, share.first * TILE);
@@ -138,7 +138,7 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
       __syncwarp();
     }
     if (HALF_TILES && visible.length - position <= TILE / 2) {
-      asm volatile("");  // keeps this a branch
+      asm volatile("");  // a branch, not predicated instructions: skips half of the arithmetic
       attend_tile<HALF_TILES ? HALVES / 2 : HALVES>(p, item, query, visible, bias, position, tile, sums);
     } else {
       attend_tile<HALVES>(p, item, query, visible, bias, position, tile, sums);

@@ -136,14 +136,13 @@ __device__ __forceinline__ u32 max_half2(u32 a, u32 b) {
   return y;
 }
 
-// Powers of two that the compiler does not know.
+// Powers of two in constant memory: with literals the compiler would make shifts of the products in shift_left.
 #if MULTIPLIES_SHIFTS
 __constant__ u32 FACTORS[3] = {1 << 1, 1 << 4, 1 << 8};
 #endif
 
-// x << N, as a product with MULTIPLIES_SHIFTS. The pipe of LOP3 is the busiest one of the loop over tiles; products go
-// to another. The compiler chooses a pipe for each shift by the whole kernel, and sends too many to that of LOP3 if there
-// is much besides that loop.
+// x << N, by a multiplication if MULTIPLIES_SHIFTS. In the loop over tiles the pipe of LOP3 is the busiest one, and
+// multiplications use another. In kernels for recipes the compiler would place too many of these shifts on that of LOP3.
 template <int N>
 __device__ __forceinline__ u32 shift_left(u32 x) {
 #if MULTIPLIES_SHIFTS

@@ -61,7 +61,7 @@ struct KeyInputs {
   }
 };
 
-// What the page has at position 0, if any column attends to it: loaded now, looked at later.
+// First block scale and byte of K at position 0, if any column attends to it. The constructor only issues the loads.
 struct FirstMark {
 #if KNOWS_FIRST
   u32 mark = 0, index;

@@ -47,7 +47,7 @@
 // fit.
 #define STAGED_ROW (2 * (HEAD_SIZE + HEAD_SIZE_V))
 #define STAGES_RECENT (RECENT && RING_WARPS == 1 && 16 * STAGED_ROW <= STAGE_BYTES)
-// Whether the ring starts again with every work item. Else it loads the next one's tiles ahead.
+// Whether prefetching ends with a work item and restarts with the next one. Else tiles of the next one are prefetched.
 #define RESTARTS (STAGES_RECENT || KEEPS_ANGLES)
 // Each warp has 16 tokens of every 64 of a tile. All addresses are computed once, except pages.
 #define SHARED_RING (HND && RING_WARPS > 1)

@@ -133,8 +133,8 @@ __device__ __forceinline__ void coefficient_words(u32* words, const QueryPairs& 
 }
 
 #if COLS == 4
-// Sums of A B over k steps, for four columns: the matmul's other four have the coefficients' lower parts, so that two
-// products give what takes three. Even and odd steps have sums of their own, so that fewer matmuls wait for another one.
+// Sums of A B over k steps, for four columns. The matmul's other four columns have the lower parts of the coefficients,
+// so two matmuls suffice instead of three. Even and odd steps have separate accumulators: matmuls wait for fewer others.
 struct PairedSums {
   float of[4][4] = {};
 
@@ -143,7 +143,7 @@ struct PairedSums {
     mma<true>(of[step % 2], low, b[0], b[1]);
     mma<true>(of[2 + step % 2], high, b[0], b[1]);
   }
-  // Called by a whole warp; of the columns of lanes whose index is 0 or 1 modulo 4.
+  // Called by a whole warp. Lanes with index 0 or 1 modulo 4 have the four columns.
   __device__ __forceinline__ float total(int i) const {
     const float x = (of[0][i] + of[1][i]) + (of[2][i] + of[3][i]);
     return x + __shfl_xor_sync(~0u, x, 2);
@@ -151,8 +151,8 @@ struct PairedSums {
 };
 #endif
 
-// Sums of A B over k steps. The products with lower parts have sums of their own, so that matmuls do not wait for one
-// another; APART: 0 where registers would not suffice.
+// Sums of A B over k steps. If APART, products with lower parts have separate accumulators, so that no matmul waits for
+// another; 0 where registers do not suffice.
 template <int APART>
 struct ProductSums {
   float of[1 + 2 * APART][4] = {};

@@ -10,7 +10,7 @@
 #include "attention/decode/mean_operands.cuh"
 #include "attention/decode/scores.cuh"
 
-// Pairs whose angles a lane has at a time: from global memory more hide more latency.
+// Channel pairs whose angles are loaded at once. Loads from global memory need more of them to hide their latency.
 #define LOADED (!KEEPS_COEFFICIENTS || KEEPS_ANGLES ? 16 : PAIRS < 64 ? PAIRS : 64)
 
 // What the coefficients and the first biases are computed from, loaded early to hide its latency.
@@ -63,7 +63,7 @@ struct Bias {
   float scale;       // from q . mean to a logit
   float of[N_TILES][2];
 
-  // `behind_query`: shared-memory address of COEFFICIENT_BYTES + BIAS_BYTES + ANGLE_BYTES.
+  // `behind_query`: shared-memory address, with COEFFICIENT_BYTES + BIAS_BYTES + ANGLE_BYTES from there on.
   __device__ __forceinline__ Bias(const Params& p, const WorkItem& item, int head, Share share, const MeanInputs& from,
                                   u32 behind_query)
       : item(item), head(head), first(-16), last((share.stop - 1) * TILE / SEGMENT),

@@ -57,7 +57,7 @@ __device__ __forceinline__ void merge_slice(const MergeParams& p) {
   if (token >= p.num_tokens) return;
   const int dim = index % SLICES * DIMS + threadIdx.x % LANES * 4;
   const Parts parts = find_parts(p.plan, token, q_head);
-  // One CTA always waits: this kernel must not end before the previous one.
+  // CTA 0 never returns here: it waits for the decode kernel, so that this kernel cannot end before that one.
   if (parts.is_single() && blockIdx.x > 0) return;
   const float2* ml = p.partial_ml + parts.slot;
   const float* source = p.partial_out + parts.slot * HEAD_SIZE_V + dim;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void merge_row(const MergeParams& p) {
   const int row = blockIdx.x / SLICES, token = row / HEADS, q_head = row % HEADS;
   const int dim = blockIdx.x % SLICES * 32 + lane % LANES * 4;
   const Parts parts = find_parts(p.plan, token, q_head);
-  // One CTA always waits: this kernel must not end before the previous one.
+  // CTA 0 never returns here: it waits for the decode kernel, so that this kernel cannot end before that one.
   if (parts.is_single() && blockIdx.x > 0) return;
   const float2* ml = p.partial_ml + parts.slot;
   const float* source = p.partial_out + parts.slot * HEAD_SIZE_V + dim;

@@ -9,7 +9,7 @@
 #include "attention/decode/keys.cuh"
 #include "attention/decode/softmax.cuh"
 
-// Groups of 16 tokens per round: from global memory more hide more latency, and take more registers.
+// Groups of 16 tokens per round. Loads from global memory need two to hide their latency, if registers suffice.
 #define ROUND_GROUPS (!STAGES_RECENT && N_TILES == 1 && HEAD_SIZE <= 128 && HEAD_SIZE_V <= 128 ? 2 : 1)
 #define ROUND (16 * ROUND_GROUPS)
 // Whether registers suffice for K or for V of a round, but not for both.
@@ -160,7 +160,8 @@ struct StagedRound {
     constexpr int CHUNKS = SIZE / 8, ROWS = 32 / CHUNKS;  // of 16 bytes; rows at a time
     static_assert(CHUNKS <= 32);
     const int lane = lane_of_now();
-    // A lane finds one row; to find all rows that it copies would take longer than to add the round.
+    // Each lane computes one row's address and gets the others by shuffles: computing all addresses of its copies takes
+    // more instructions than adding the round.
     const u64 own = (u64)row_at(start + lane % 16);
 #pragma unroll
     for (int i = 0; i < 16; i += ROWS) {

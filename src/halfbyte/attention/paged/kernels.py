@@ -219,7 +219,7 @@ def attention_kernel(
     if knows_first:
         index = tl.load(first_indices + launch_rows, mask=row_live, other=-1)
         first_key = tl.where(index >= 0, 1, 0)
-        # The split with position 0 starts from the constant.
+        # The split that has position 0 starts its sums with the constant's score and V.
         begins_here = row_live & (index >= 0) & (begin == 0)
         top = tl.load(first_scores + launch_rows, mask=begins_here, other=float("-inf"))
         total = tl.where(begins_here, 2.0**weight_shift, 0.0)

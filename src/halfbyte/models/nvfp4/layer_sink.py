@@ -99,7 +99,7 @@ class LayerSink:
                 del tensors[names.input_global_scale]
                 self.plan.leave_activations(self.name)
                 self.module.drop_input_scale()
-            if self.plan.layers[self.name].scheme != "mxfp4":  # which experts check as a whole
+            if self.plan.layers[self.name].scheme != "mxfp4":  # `SeparateMxFp4Experts` checks
                 check_scales(self.folder, self.name, tensors.items(), names)
             self.module.load_tensors(tensors, self.declaration.dialect)
             self.module.process_weights_after_loading()

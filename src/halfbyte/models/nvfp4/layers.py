@@ -116,7 +116,7 @@ def _grouped_experts(
     assert fused is not None
     layers = [plan.layers[layer] for layer, _, _ in fused.layers(name)]
     is_fp8 = any(layer.scheme == "fp8" for layer in layers)
-    if fused.has_bias:  # GPT-OSS: `Experts` has no biases
+    if fused.has_bias:  # GPT-OSS: cannot run as `Experts`, which has no biases
         if is_fp8 or (options.quantize_activations and plan.count("nvfp4")):
             raise CheckpointError(
                 f"{name}: expected NVFP4 weights with unquantized activations (W4A16), the only "

@@ -142,9 +142,7 @@ class NvFp4Quantizer(HfQuantizer):
             section = {"quant_method": method, **(declaration.section or {})}
             self.quantization_config.section = section
         if declaration is None or not declaration.quantizes_weights:
-            check_plain_tensors(
-                named, self._plan, index, model.dtype
-            )  # nothing packed is left over
+            check_plain_tensors(named, self._plan, index, model.dtype)  # raises for packed tensors
             return
         device_map = kwargs.get("device_map") or {"": "cpu"}
         self._declaration, self._index = declaration, index
@@ -155,7 +153,7 @@ class NvFp4Quantizer(HfQuantizer):
                 untie(named, name)
                 self._pending[name] = named.get_submodule(name)
                 named.set_submodule(name, _Pending())
-        # Before the patterns below hide surplus tensors; absent ones would get random values.
+        # Now, because the patterns below hide surplus tensors. Absent ones would get random values.
         check_plain_tensors(named, self._plan, index, model.dtype)
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(self._unexpected_names())

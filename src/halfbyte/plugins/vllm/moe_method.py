@@ -82,7 +82,7 @@ class HalfbyteMoeMethod(FusedMoEMethodBase):
         self._is_dummy = has_no_weights(load_config)
         self.kernel: MoeKernel | None = None
         self._names: tuple[str, ...] = ()
-        self.is_monolithic = _routes()  # an attribute: on CPUs Dynamo traces its readers
+        self.is_monolithic = _routes()  # computed once: on CPUs Dynamo traces its readers
         _log_choice(format_of(self.vllm_class), _quantizes_activations(given))
 
     def maybe_roundup_sizes(
@@ -99,7 +99,7 @@ class HalfbyteMoeMethod(FusedMoEMethodBase):
         """None: it describes weights for vLLM's kernels."""
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """vLLM's parameters, marked so that those that are not loaded can be told."""
+        """Create vLLM's parameters, filled with marks by which those never loaded are found."""
         super().create_weights(layer, *args, **kwargs)
         if self._is_dummy:
             return

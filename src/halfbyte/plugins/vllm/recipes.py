@@ -167,7 +167,8 @@ def captures_stores(vllm_config: Any) -> bool:
     mode = getattr(compilation, "cudagraph_mode", None)
     if mode is None:
         return False
-    # As ours are for uniform batches, vLLM makes the other graphs of FULL piecewise, if it can.
+    # halfbyte supports full graphs of uniform batches only (`get_cudagraph_support`), so with mode
+    # FULL vLLM captures all other batches piecewise, if attention splits the graph.
     becomes_piecewise = mode.has_full_cudagraphs() and (
         mode.mixed_mode().has_full_cudagraphs() and compilation.splitting_ops_contain_attention()
     )

@@ -102,7 +102,7 @@ class RingEntries:
         held = self._held.get(request)
         if held is None:
             held = self._held[request] = _Held(self._take(), computed, computed)
-        elif is_new or computed > held.length:  # the ring's tokens may be others'
+        elif is_new or computed > held.length:  # the ring may hold other tokens there
             held.kept_from = computed
         else:  # rolled back, or unchanged
             held.kept_from = kept_after_crop(held.kept_from, held.length, computed, self.ring)

@@ -142,7 +142,7 @@ def _wrap(module: ModuleType, name: str, make_entries: Callable[[Any], RingEntri
             return execute(self, *arguments, **options)
         scheduled = given["scheduler_output"]
         entries.begin(scheduled)
-        if scheduled.num_scheduled_tokens:  # else it may be a dummy run
+        if scheduled.num_scheduled_tokens:  # a step without tokens may be a dummy run
             _Running.entries = entries
             if name == V1:
                 _Running.requests = lambda: self.input_batch.req_ids
@@ -197,7 +197,7 @@ def _keep_from_full_graphs(runner: Any, name: str) -> None:
 
             invalid = call.arguments.get("invalid_modes") or ()
             call.arguments["invalid_modes"] = {*invalid, CUDAGraphMode.FULL}
-        else:  # full graphs are for batches with equal counts or a known bound of them
+        else:  # without these, V2 finds no full graph for a batch
             for bound in ("uniform_token_count", "max_query_len"):
                 if bound in parameters.parameters:
                     call.arguments[bound] = None

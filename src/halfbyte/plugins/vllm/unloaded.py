@@ -113,7 +113,8 @@ def check_gpt_oss(layer: Any, tp_rank: int) -> None:
     Args:
         layer: vLLM's `RoutedExperts`, with MXFP4 weights of GPT-OSS's files; `mark_gpt_oss` before
             its weights were loaded.
-        tp_rank: of the first rank's share at least a part is no padding.
+        tp_rank: only rank 0 is checked for missing weights and biases: other ranks' shares may be
+            nothing but padding.
     """
     for name in _PROJECTIONS if tp_rank == 0 else ():
         for suffix in ("weight", "weight_scale"):
@@ -123,7 +124,6 @@ def check_gpt_oss(layer: Any, tp_rank: int) -> None:
     for name, bias in _biases_of(layer).items():
         unloaded = (bias.view(torch.int16) == _UNLOADED_BIAS).view(*bias.shape, -1).all(-1)
         projection = ("gate_up_proj",) if name == "w13" else _PROJECTIONS[name]
-        # The last ranks' shares may be nothing but padding.
         missing = unloaded.all(1) & (tp_rank == 0)
         _refuse_first(layer, projection, _NO_BIASES, missing[:, None])
         bias[unloaded] = 0

@@ -48,18 +48,18 @@ _BATCHES = (
     *((Tokens(new, 60), Tokens(new, 300)) for new in range(2, 9)),
     (Tokens(17, 0),),
     (Tokens(17, 300),),
-    # Short rests of long prompts, whose beginnings the prefix cache holds.
+    # Prompts of which all but a few tokens are in the prefix cache.
     *((Tokens(new, 2000),) for new in (9, 17, 30)),
     (Tokens(40, 2000), Tokens(1, 300)),
     (Tokens(160, 0), Tokens(160, 600)),
     (Tokens(600, 0), Tokens(300, 900), Tokens(1, 33)),
-    # Beside prompts, decode steps read their last tokens apart from the pages.
+    # In a batch with prompts, `attention.recent` reads the last tokens of decode steps, too.
     *((Tokens(160, 0), Tokens(new, 300)) for new in range(1, 9)),
     # Enough sequences to fill the GPU without splitting any.
     *((Tokens(new, cached),) * 512 for new, cached in ((16, 400), (17, 2000))),
     (Tokens(2048, 0),),
     (Tokens(2048, 0), Tokens(2048, 0)),
-    # Results over one to eight blocks of cached tokens are merged.
+    # Prefixes of one to eight blocks of `attention.prefill`, whose results are merged.
     *((Tokens(1024, 1024 * ((1 << blocks) - 1)),) for blocks in range(1, 7)),
     *((Tokens(1024, 1024 * (63 + 32 * more)),) for more in (1, 2)),
 )

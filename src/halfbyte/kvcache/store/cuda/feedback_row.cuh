@@ -70,7 +70,7 @@ __device__ __forceinline__ void wait_for_factors(SharedRows& shared, const float
 // The scale that a block's values are rounded with, and multiples of d.
 struct Steps {
   float d, r;
-  float fourfold, limit;  // values from these on are rounded with steps of 2, and to 6
+  float fourfold, limit;  // from 4 d on the step between values is 2 d; from 6.5 d on a value becomes 6 d
   float zero;             // -d 2^24
 
   __device__ __forceinline__ Steps(float d, float r) : d(d), r(r) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ Rounding best_of_row(SharedRows& shared, const float*
   for (int i = 0; i < CANDIDATES; i++) scales[i] = shared.scales[1 + byte + candidate_step(i)];
 #pragma unroll
   for (int i = 0; i < QUARTER; i++) {
-    // As `distance`, for any t, which is rounded here.
+    // As `distance`, for any t, which is rounded to float32 first, as in the definition.
     const float t = mul(fabsf(x[i]), own.y), shift = fmaxf(mul(fabsf(x[i]), own.w), MIN_SHIFT);
     const float off = sub(fminf(sub(shift, sub(shift, t)), 6.0f), t);
     sums[i] = mul(mul(off, off), w[i]);

@@ -30,7 +30,7 @@ struct Params {
   const i64* slots;
   u64 slot_stride;
   const i64* positions;
-  const float *k_scale, *v_scale;                           // null for the numbers
+  const float *k_scale, *v_scale;                           // null: see k_scale_number, v_scale_number
   const float *cos, *sin, *mean, *partner_mean;             // `MeanTables`
   const void *first_keys, *first_values;                    // [constants, KV_HEADS, size]
   const float *feedback, *k_weights, *v_weights;            // as of `KVTransform`
@@ -38,7 +38,7 @@ struct Params {
   const i64 *ring_rows, *ring_owners, *ring_slots;
   float k_scale_number, v_scale_number;
   u32 num_slots, num_first, num_segments, num_kept, ring;
-  u32 tokens;                                               // that a thread takes a block of, a power of two
+  u32 tokens;                                               // per thread: it stores one block of each; a power of two
   u32 k_ctas, v_ctas;                                       // the grid: CTAs for K, for V, then for rings
 };
 
@@ -106,7 +106,8 @@ struct Blocks {
   }
 };
 #else
-// A thread's blocks of one token after another: the next one comes to shared memory while this one is rounded.
+// A thread's block of successive tokens, double-buffered: the next token's is copied to shared memory while this one is
+// rounded.
 template <int TYPE>
 struct Blocks {
   static constexpr u32 BYTES = TYPE ? 2 : 4, CHUNKS = BLOCK * BYTES / 16;
@@ -150,8 +151,8 @@ struct Place {
   }
 };
 
-// A position in one register, from which its segment follows, and whether it is 0: the last one that has a mean for those
-// beyond it, and 1 for negative ones. (Padding may have any, and is not stored.)
+// Clamps a position to 32 bits; its segment and whether it is 0 stay right. Positions past the last segment become that
+// segment's last one. Negative ones, which only padding has, become 1.
 __device__ __forceinline__ u32 known_position(const Params& p, i64 position) {
   const i64 last = max((i64)p.num_segments * SEGMENT - 1, (i64)1);
   return (u32)(position < 0 ? 1 : position > last ? last : position);
@@ -185,8 +186,8 @@ __device__ __forceinline__ void prefetch_key_block(const Params& p, u32 part, u3
 #endif
 }
 
-// A block's part, for an address in the loop over tokens. The compiler would otherwise compute it before the loop, and
-// keep it in registers that the loop lacks.
+// Returns `part`, opaque to the compiler, which would otherwise hoist addresses that depend on it out of the loop over
+// tokens, and spill.
 __device__ __forceinline__ u32 part_of_now(u32 part) {
   asm volatile("" : "+r"(part));
   return part;
@@ -219,8 +220,8 @@ struct Mean {
   }
 };
 
-// The same for BY_BLOCK, and one more number: in shared memory if the launch fills the GPU, so that registers suffice for
-// more CTAs.
+// As Mean, for BY_BLOCK, with room for one more number. If the launch fills the GPU, both are in shared memory: fewer
+// registers allow more CTAs per SM.
 #if SMALL_GRID
 struct BlockMean : Mean {
   float number;

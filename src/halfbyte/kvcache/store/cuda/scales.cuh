@@ -57,7 +57,7 @@ struct Candidate {
 // Weights of a block's channels, used for several tokens.
 struct Weights {
   float w[BLOCK];
-  float sum;  // NaN if `likely_scale` does not take them: negative, not finite, or very small
+  float sum;  // NaN if a weight is negative, or the sum is outside 2^-12 .. 2^20: then `likely_scale` is never sure
 
   __device__ __forceinline__ explicit Weights(const float* from) {
     float sizes[BLOCK];
@@ -155,7 +155,7 @@ __device__ __forceinline__ int best_scale(const float* x, const Weights& weights
   int best = likely_scale(x, weights, g, start, is_sure);
   is_sure = is_sure && (u32)start - 9 <= LARGEST_SCALE - 9;
   if (__any_sync(~0u, !is_sure && amax > 0.0f)) {
-    asm volatile("" : "+f"(g));  // or its products take registers of loops over blocks, for this rare case
+    asm volatile("" : "+f"(g));  // keeps products with g for this rare case out of the registers of the common one
     best = exact_scale<EASY>(x, weights, amax, g);
   }
   return amax == amax ? best : NAN_SCALE;

@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block
 #endif
     float x[BLOCK];
     blocks.take(x, token);
-    const bool is_last = ((token + 1) & (tokens - 1)) == 0;  // without a register for the end
+    const bool is_last = ((token + 1) & (tokens - 1)) == 0;  // needs no register for the last token
     if (!is_last) copy(token + 1);
     change_key(p, x, mean, token, head, part, position);
 #if K_WEIGHTED
@@ -93,7 +93,7 @@ __device__ __forceinline__ void store_keys(const Params& p, unsigned char* memor
 #pragma unroll 1
   for (u32 i = 0; i < p.tokens; i++) {
     u32 number = blockIdx.x * THREADS + threadIdx.x;
-    asm volatile("" : "+r"(number));  // or what depends on it takes registers, which this rare case lacks
+    asm volatile("" : "+r"(number));  // opaque: indices are recomputed per token, as registers to keep them lack here
     KeyBlock own(p, number);
     own.token += i;
     store_key_blocks<false>(p, own, 1, position_of(p, own.token), Place::of(p, own.token), g, memory);

@@ -123,7 +123,7 @@ class StoreVariant(NamedTuple):
         return 0 if self.small_grid else ahead + 80 * self.threads
 
     def k_ctas(self, layout: PageLayout, num_slots: int, tokens: int) -> int:
-        """CTAs that take K; by blocks, a thread has a block of so many tokens."""
+        """CTAs that store K. With `_BY_BLOCK` a thread has one block of each of `tokens` tokens."""
         heads, warps = layout.num_kv_heads, _WARPS[self.by]
         if self.by == _BY_ROW:
             return heads * -(-num_slots // warps)
@@ -134,7 +134,7 @@ class StoreVariant(NamedTuple):
         )
 
     def v_ctas(self, layout: PageLayout, num_slots: int, tokens: int) -> int:
-        """CTAs that take V."""
+        """CTAs that store V; a thread has one block of each of `tokens` tokens."""
         blocks = layout.num_kv_heads * (layout.head_size_v // BLOCK_SIZE)
         return -(-_groups(num_slots, tokens) * blocks // self.threads)
 

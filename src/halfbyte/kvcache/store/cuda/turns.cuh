@@ -9,7 +9,7 @@ struct Rounding {
   float d, r;    // scale times global scale, and its reciprocal
   bool is_zero;  // the block's values are all zero
 
-  // For zeros any scale will do.
+  // A block of zeros may have scale 0: `d` then uses byte 1, so that its reciprocal is finite.
   template <bool EASY>
   __device__ __forceinline__ static Rounding of(int scale, float amax, float g) {
     const float d = scale == NAN_SCALE ? NOT_A_NUMBER : mul(scale_of_byte(max(scale, 1)), g);
