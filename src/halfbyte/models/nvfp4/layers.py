@@ -36,7 +36,7 @@ class LayerOptions:
     Args:
         dtype: of activations, biases and results.
         device: of the loaded layers.
-        backend: name of a linear backend, or None to choose.
+        linear_backend: name of a linear backend, or None to choose.
         quantize_activations: whether W4A4 layers quantize their activations; None to do so only
             with native FP4 x FP4 products.
         batch_invariant: results are bitwise independent of the batch.
@@ -45,7 +45,7 @@ class LayerOptions:
 
     dtype: torch.dtype
     device: torch.device
-    backend: str | None = None
+    linear_backend: str | None = None
     quantize_activations: bool | None = None
     batch_invariant: bool = False
     moe_backend: str | None = None
@@ -95,7 +95,7 @@ def replace_layers(
             quantize_activations=_quantizes_activations(layer, options, chosen),
             dtype=options.dtype,
             device="meta",
-            backend=options.backend,
+            backend=options.linear_backend,
             batch_invariant=options.batch_invariant,
             dialect=declaration.dialect,
         )
@@ -205,7 +205,7 @@ def _quantizes_activations(
     )
     if config not in chosen:
         chosen[config] = config.compute_capability >= _NATIVE_FP4 and _is_native(
-            config, options.backend
+            config, options.linear_backend
         )
     return chosen[config]
 
