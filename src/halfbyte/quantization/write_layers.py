@@ -38,7 +38,9 @@ from halfbyte.quantization.select_layers import LayerSelection
 _CHUNK_VALUES = 2**20
 """Values quantized at once; temporaries take about 20 bytes per value."""
 _KERNEL_FORMATS = {
-    row.recipe: KVCacheDType(name) for name, row in KV_FORMATS.items() if row.recipe is not None
+    row.nvfp4_recipe: KVCacheDType(name)
+    for name, row in KV_FORMATS.items()
+    if row.nvfp4_recipe is not None
 }
 
 
