@@ -28,7 +28,7 @@ from halfbyte.attention.base import (
     GpuAttention,
     SubBatch,
 )
-from halfbyte.attention.paged.plan import Tiles, choose_row_tiles, gpu_of
+from halfbyte.attention.paged.plan import Tiles, choose_row_tiles, triton_target
 from halfbyte.attention.prefill.chunks import run_chunks
 from halfbyte.attention.prefill.key_ranges import unknown_to_unpack
 from halfbyte.attention.prefill.plan import (
@@ -97,8 +97,8 @@ def run(inputs: AttentionInputs, plan: DensePlan) -> None:
 
 
 def _tiles(inputs: AttentionInputs) -> Tiles:
-    layout, gpu = inputs.layout, gpu_of(inputs.query.device)
-    return choose_row_tiles(layout.head_size, layout.head_size_v, inputs.sliding_window, gpu)
+    layout, target = inputs.layout, triton_target(inputs.query.device)
+    return choose_row_tiles(layout.head_size, layout.head_size_v, inputs.sliding_window, target)
 
 
 class _PlanKey(NamedTuple):
