@@ -28,7 +28,7 @@ from halfbyte.layouts.formats import KV_FORMATS
 from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult
 from halfbyte.quantization.output_tensors import (
-    GlobalScale,
+    OutputGlobalScale,
     global_scale,
     kv_scale_tensors,
     weight_tensors,
@@ -57,7 +57,7 @@ class RoundedLayer(NamedTuple):
     """A layer's codes, and the global scale that they were rounded with."""
 
     weight: RoundedWeight
-    scale: GlobalScale
+    scale: OutputGlobalScale
 
 
 @dataclass(frozen=True)

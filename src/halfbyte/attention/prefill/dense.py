@@ -34,8 +34,8 @@ from halfbyte.attention.prefill.key_ranges import unknown_to_unpack
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_PARTS,
-    Block,
     DensePlan,
+    KeyBlock,
     LongSequences,
     make_plan,
     queries_at_once,
@@ -180,7 +180,7 @@ def _run_long(inputs: AttentionInputs, long: LongSequences) -> None:
 
 
 def _run_block(
-    inputs: AttentionInputs, block: Block, query: torch.Tensor, *, causal: bool
+    inputs: AttentionInputs, block: KeyBlock, query: torch.Tensor, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key, value = _unpack(inputs, block)
     return _dense(query, key, value, causal, inputs.scale)
@@ -209,7 +209,7 @@ def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:
     return rows
 
 
-def _unpack(inputs: AttentionInputs, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpack(inputs: AttentionInputs, block: KeyBlock) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V `[count, size, kv_heads, D]` of a block, zeros where it ends before its size."""
     # Here, because the import needs Triton.
     from halfbyte.attention.prefill.unpack import unpack
