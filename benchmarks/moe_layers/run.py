@@ -33,7 +33,7 @@ from benchmarks.peers.moe import MOE_PEERS
 from benchmarks.program import WRONG
 from benchmarks.timing import Ready, measure_empty, measure_layers, ready
 from halfbyte.bench import MoeBenchmark, MoeShape
-from halfbyte.bench.moe import Experts
+from halfbyte.bench.moe import RandomExperts
 from halfbyte.measure.report import Row, or_failed
 from halfbyte.measure.timing import Call
 from halfbyte.moe import select_moe_kernel
@@ -96,17 +96,17 @@ class MoeRun(MoeBenchmark):
                 with suppress(Exception):  # it will recur in the measurement, which records it
                     make(x)[0]()
 
-    def _cases(self) -> Iterator[tuple[Experts, dict[str, Maker], int]]:
+    def _cases(self) -> Iterator[tuple[RandomExperts, dict[str, Maker], int]]:
         experts, makers = None, dict[str, Maker]()
         for shape, m in self.cases:
             if experts is None or experts.shape != shape:
                 experts = None  # frees its memory first
                 makers.clear()
-                experts = Experts(shape, self.device, self.dtype)
+                experts = RandomExperts(shape, self.device, self.dtype)
                 makers |= self._makers(experts)
             yield experts, makers, m
 
-    def _makers(self, experts: Experts) -> dict[str, Maker]:
+    def _makers(self, experts: RandomExperts) -> dict[str, Maker]:
         """The contenders for one shape, by name; those that cannot run are noted."""
         config = experts.shape.config(self.dtype, self.device)
         verdicts = [v for v in MOE_PEERS.explain(config) if v.name in self.peers]
@@ -117,7 +117,7 @@ class MoeRun(MoeBenchmark):
             makers[name] = partial(MOE_PEERS.get(name)(config).calls, experts)
         return {**makers, DENSE: experts.dense_calls}
 
-    def _row(self, experts: Experts, makers: dict[str, Maker], m: int) -> Row:
+    def _row(self, experts: RandomExperts, makers: dict[str, Maker], m: int) -> Row:
         x, num_bytes = experts.x(m), experts.bytes_hit(m)
         series: dict[str, Ready] = {}
 

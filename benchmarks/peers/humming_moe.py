@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from benchmarks.peers.moe import MoePeer, one_scale_per_expert, takes_bf16, vllm_activation
-from halfbyte.bench.moe import Experts
+from halfbyte.bench.moe import RandomExperts
 from halfbyte.dispatch import Answer
 from halfbyte.linear.w4a16.humming import HummingKernel
 from halfbyte.moe import ExpertMatrices, MoeConfig
@@ -47,7 +47,7 @@ class HummingPeer(MoePeer):
         """Every size."""
         return takes_bf16(config)
 
-    def prepare(self, experts: Experts) -> dict[str, Any]:
+    def prepare(self, experts: RandomExperts) -> dict[str, Any]:
         """Repacked weights of both products, and locks."""
         device, packed = experts.device, experts.packed
         return {

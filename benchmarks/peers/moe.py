@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from halfbyte.bench.moe import Experts
+from halfbyte.bench.moe import RandomExperts
 from halfbyte.dispatch import Answer, Registry, missing_module, runs_on_gpu
 from halfbyte.measure.timing import Call
 from halfbyte.moe import GPT_OSS, SWIGLU, GatedActivation, MoeConfig
@@ -42,7 +42,7 @@ class MoePeer(ABC):
         """Whether it runs a layer, which is on a GPU."""
 
     @abstractmethod
-    def prepare(self, experts: Experts) -> Any:
+    def prepare(self, experts: RandomExperts) -> Any:
         """The weights in the peer's layout; what `copy.deepcopy` copies."""
 
     def inputs(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,8 +62,8 @@ class MoePeer(ABC):
             weights: float32 `[M, top_k]`.
         """
 
-    def calls(self, experts: Experts, x: torch.Tensor) -> list[Call]:
-        """Calls over routings and copies of the weights, as `Experts.calls`."""
+    def calls(self, experts: RandomExperts, x: torch.Tensor) -> list[Call]:
+        """Calls over routings and copies of the weights, as `RandomExperts.calls`."""
         forms = experts.forms(self.name, partial(self.prepare, experts))
         x, routings = self.inputs(x), experts.routings(x.shape[0])
         return [

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks.peers.moe import MoePeer, takes_bf16, vllm_activation
-from halfbyte.bench.moe import Experts
+from halfbyte.bench.moe import RandomExperts
 from halfbyte.dispatch import Answer
 from halfbyte.moe import GPT_OSS, ExpertMatrices, MoeConfig
 
@@ -44,7 +44,7 @@ class TritonKernelsPeer(MoePeer):
             return False, f"I in multiples of 64, not {config.intermediate_size}"
         return takes_bf16(config)
 
-    def prepare(self, experts: Experts) -> dict[str, Any]:
+    def prepare(self, experts: RandomExperts) -> dict[str, Any]:
         """Weights in the layout for this GPU, and vLLM's description of scales and biases."""
         from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
 

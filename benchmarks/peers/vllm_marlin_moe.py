@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.peers.moe import MoePeer, one_scale_per_expert, takes_bf16, vllm_activation
 from benchmarks.peers.moe_padding import padded_experts, padded_tokens
-from halfbyte.bench.moe import Experts
+from halfbyte.bench.moe import RandomExperts
 from halfbyte.dispatch import Answer
 from halfbyte.moe import MoeConfig, PackedExperts
 
@@ -34,7 +34,7 @@ class MarlinPeer(MoePeer):
             return False, "MXFP4 with gate and up interleaved"
         return takes_bf16(config)
 
-    def prepare(self, experts: Experts) -> dict[str, torch.Tensor | None]:
+    def prepare(self, experts: RandomExperts) -> dict[str, torch.Tensor | None]:
         """Keyword arguments of `fused_marlin_moe`."""
         from vllm.model_executor.layers.quantization.utils.marlin_utils import (
             marlin_make_workspace_new,

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks.peers.moe import MoePeer, takes_bf16, vllm_activation
-from halfbyte.bench.moe import Experts
+from halfbyte.bench.moe import RandomExperts
 from halfbyte.dispatch import Answer
 from halfbyte.moe import MoeConfig
 
@@ -20,7 +20,7 @@ class TritonPeer(MoePeer):
         """Every size."""
         return takes_bf16(config)
 
-    def prepare(self, experts: Experts) -> dict[str, torch.Tensor | None]:
+    def prepare(self, experts: RandomExperts) -> dict[str, torch.Tensor | None]:
         """Dequantized weights, and biases."""
         packed, (gate_up, down) = experts.packed, experts.dense
         biases = {"w1_bias": packed.gate_up.bias, "w2_bias": packed.down.bias}

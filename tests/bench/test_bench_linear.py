@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from bench.shared import TIMES, measure_quickly
 from halfbyte.bench import LinearBenchmark
-from halfbyte.bench.linear import Weights
+from halfbyte.bench.linear import LinearWeights
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.linear.reference import ReferenceKernel
 
@@ -74,7 +74,7 @@ def test_a_wrong_result_has_failed(monkeypatch: pytest.MonkeyPatch, value: float
 
 
 def test_errors_are_the_largest_of_all_rows() -> None:
-    weights = Weights((24, 64), CPU, torch.float32)
+    weights = LinearWeights((24, 64), CPU, torch.float32)
     x = weights.x(10)
     exact = x.double() @ weights.dense(torch.float64).t()
     dense = weights.dense(torch.bfloat16)
@@ -91,7 +91,7 @@ def test_errors_are_the_largest_of_all_rows() -> None:
 
 
 def test_weights_are_the_same_in_every_form() -> None:
-    weights = Weights((32, 48), CPU, torch.float32)
+    weights = LinearWeights((32, 48), CPU, torch.float32)
     x = weights.x(5)
     dense = [call.args[1] for call in weights.dense_calls(x, torch.float64)]  # type: ignore[attr-defined]
     layers = [call.func for call in weights.calls("reference", x)]  # type: ignore[attr-defined]

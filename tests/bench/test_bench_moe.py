@@ -7,7 +7,7 @@ import torch
 
 from bench.shared import RATE, TIMES, measure_quickly
 from halfbyte.bench import MOE_SHAPES, MoeBenchmark, MoeShape
-from halfbyte.bench.moe import Experts
+from halfbyte.bench.moe import RandomExperts
 from halfbyte.cli.bench_arguments import parse_moe_shapes
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.measure import timing
@@ -57,7 +57,7 @@ def test_by_default_our_own_backends_are_measured() -> None:
 
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_calls_hit_different_experts(shape: MoeShape) -> None:
-    experts = Experts(shape, CPU, torch.float32)
+    experts = RandomExperts(shape, CPU, torch.float32)
     ids = [ids for ids, _ in experts.routings(1)]
     assert len({tuple(one.flatten().sort()[0].tolist()) for one in ids}) > 1
     x = experts.x(5)
@@ -66,7 +66,7 @@ def test_calls_hit_different_experts(shape: MoeShape) -> None:
 
 
 def test_copies_exceed_the_caches_by_what_one_token_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = Experts(MoeShape(32, 2, 64, 32), CPU, torch.float32)
+    experts = RandomExperts(MoeShape(32, 2, 64, 32), CPU, torch.float32)
     monkeypatch.setitem(timing._ROTATED_BYTES, "cpu", 3 * experts.bytes_hit(1))
     first, *more = experts.forms("packed", lambda: experts.packed)
     assert first is experts.packed

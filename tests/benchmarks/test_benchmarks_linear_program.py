@@ -49,7 +49,7 @@ def test_warm_up_measures_nothing(
 def test_wrong_results_end_with_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("halfbyte.bench.linear.Weights.error", lambda *_: (0.1, 0.01))
+    monkeypatch.setattr("halfbyte.bench.linear.LinearWeights.error", lambda *_: (0.1, 0.01))
     out = ("--out", str(tmp_path / "linear.json"))
     with pytest.raises(SystemExit) as end:
         run(monkeypatch, *out, *TINY, "--backends", "reference")

@@ -8,7 +8,7 @@ import torch
 from benchmarks.peers.moe import MOE_PEERS, MoePeer, one_scale_per_expert
 from benchmarks.peers.moe_padding import padded_experts, padded_tokens
 from halfbyte.bench import MOE_SHAPES, MoeShape
-from halfbyte.bench.moe import Experts
+from halfbyte.bench.moe import RandomExperts
 from halfbyte.dispatch import is_installed
 from halfbyte.moe import GatedActivation, MoeConfig
 from halfbyte.moe.reference import moe_reference
@@ -69,7 +69,7 @@ def test_a_peer_says_what_it_cannot_run(name: str, config: MoeConfig, reason: st
 
 
 def test_padded_experts_have_the_same_results() -> None:
-    experts = Experts(MoeShape(3, 2, 96, 64, "mxfp4"), CPU, torch.float32)
+    experts = RandomExperts(MoeShape(3, 2, 96, 64, "mxfp4"), CPU, torch.float32)
     padded = padded_experts(experts.packed, 128, 160)
     assert (padded.num_experts, padded.hidden_size, padded.intermediate_size) == (3, 128, 160)
     x, (ids, weights) = experts.x(5), experts.routings(5)[0]
@@ -82,7 +82,7 @@ def test_padded_experts_have_the_same_results() -> None:
 
 
 def test_padding_is_for_interleaved_mxfp4() -> None:
-    experts = Experts(MoeShape(3, 2, 64, 32), CPU, torch.float32)
+    experts = RandomExperts(MoeShape(3, 2, 64, 32), CPU, torch.float32)
     with pytest.raises(ValueError, match="expected MXFP4 with gate and up interleaved"):
         padded_experts(experts.packed, 128, 64)
 

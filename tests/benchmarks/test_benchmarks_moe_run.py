@@ -15,7 +15,7 @@ from benchmarks.moe_layers.run import MoeRun
 from benchmarks.peers.moe import MOE_PEERS, MoePeer
 from benchmarks.program import failures, to_json
 from halfbyte.bench import MoeShape
-from halfbyte.bench.moe import Experts
+from halfbyte.bench.moe import RandomExperts
 from halfbyte.dispatch import Answer, NoImplementationError
 from halfbyte.moe import MoeConfig
 from halfbyte.moe.reference import ReferenceKernel
@@ -38,7 +38,7 @@ class DensePeer(MoePeer):
     def can_implement(cls, config: MoeConfig) -> Answer:
         return config.weight_format == "nvfp4", "NVFP4 alone"
 
-    def prepare(self, experts: Experts) -> Any:
+    def prepare(self, experts: RandomExperts) -> Any:
         return experts.dense
 
     def inputs(self, x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def test_a_peer_that_can_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_wrong_weights_of_a_peer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(DensePeer):
-        def prepare(self, experts: Experts) -> Any:
+        def prepare(self, experts: RandomExperts) -> Any:
             gate_up, down = experts.dense
             return gate_up.roll(1, 0), down
 
@@ -149,7 +149,7 @@ def test_wrong_weights_of_a_peer_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_failure_is_noted_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(DensePeer):
-        def prepare(self, experts: Experts) -> Any:
+        def prepare(self, experts: RandomExperts) -> Any:
             raise RuntimeError("no kernel\nfor this")
 
     monkeypatch.setitem(MOE_PEERS._loaded, "vllm_bf16", Fails)

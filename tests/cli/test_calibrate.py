@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cli.test_cli import run
-from cli.test_quantize import small_model
+from cli.running import Command, run, small_model
 from halfbyte import LLM, Cache
 from halfbyte.assets import calibration_text
 from halfbyte.kvcache import KVScales
 from halfbyte.models import calibrate, find_kv_scales, load_model, load_tokenizer, local_files
 from halfbyte.models.kv_calibration import calibration_tokens, usual_first_tokens
 from kvcache.transforms import without_costs
-
-Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)

@@ -95,7 +95,7 @@ def test_bad_input_is_one_line(bench: Command, arguments: list, message: str) ->
 
 
 def test_wrong_results_end_with_1(bench: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.bench.linear.Weights.error", lambda *_: (0.1, 0.01))
+    monkeypatch.setattr("halfbyte.bench.linear.LinearWeights.error", lambda *_: (0.1, 0.01))
     code, out, err = bench(*TINY, "--backends", "reference")
     assert code == 1
     assert "64x32 M=1: reference: RuntimeError: wrong results: error 0.1, allowed 0.01" in err

@@ -33,7 +33,7 @@ from cli.command_lines import (
 )
 from cli.command_results import Result, problems, snapshot, surprises
 from cli.openai_server import OpenAIServer, delta, end, serving, stream
-from cli.test_quantize import small_model
+from cli.running import small_model
 from halfbyte.cli import main
 from halfbyte.plugins.vllm import launch
 from side_effects import GIB, TooSlow, Watch, bounds, forget_peak, peak

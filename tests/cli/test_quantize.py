@@ -12,36 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.utils import logging as transformers_logging
 
 from checkpoints.mxfp4_folders import make_gpt_oss
-from cli.test_cli import run
+from cli.running import Command, small_model
 from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints import CheckpointIndex
 from halfbyte.models import load_model
-from models.zoo import make_model
 from slow import slow
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def halfbyte(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return lambda *arguments: run(capsys, monkeypatch, *arguments)
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A small random model with the bundled model's tokenizer."""
     return small_model(tmp_path / "source")
-
-
-def small_model(folder: Path, architecture: str = "llama") -> Path:
-    transformers_logging.disable_progress_bar()  # it would count as the command's stderr
-    make_model(architecture, torch.bfloat16, vocab_size=4096).save_pretrained(folder)
-    for file in bundled_model_path().glob("tokenizer*"):
-        shutil.copyfile(file, folder / file.name)
-    return folder
 
 
 def test_a_terminated_process_leaves_nothing(source: Path, tmp_path: Path) -> None:

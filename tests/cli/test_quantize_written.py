@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import halfbyte as package
-from cli.test_cli import run
-from cli.test_quantize import small_model
+from cli.running import run, small_model
 from halfbyte.assets import bundled_model_path, calibration_text
 from halfbyte.checkpoints import (
     DIALECTS,

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from halfbyte.linear.w4a16.triton_kernel import Tiles
 from halfbyte.moe.triton_kernel import (
-    Product,
+    ProductKey,
     ProductTiles,
     choose_tiles,
     grouped_kernel,
@@ -183,10 +183,10 @@ def test_max_tiles_is_reached() -> None:
     assert max_tiles(5, 1, 4) == 2
 
 
-def product_of(experts: PackedExperts, gated: bool) -> Product:
+def product_of(experts: PackedExperts, gated: bool) -> ProductKey:
     matrices = experts.gate_up if gated else experts.down
     scale = matrices.global_scale
-    return Product(
+    return ProductKey(
         experts.activation if gated else None,
         matrices.format,
         0 if scale is None else scale.shape[1],

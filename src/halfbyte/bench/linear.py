@@ -16,7 +16,7 @@ Shape = tuple[int, int]
 """N output and K input features."""
 
 
-class Weights(RandomWeights):
+class LinearWeights(RandomWeights):
     """A random NVFP4 weight of a `Shape`."""
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
@@ -59,7 +59,7 @@ class Weights(RandomWeights):
 class LinearBenchmark(ProductBenchmark):
     """NVFP4 weights `(N, K)`, by `LINEAR_BACKENDS`; a row also has `n` and `k`."""
 
-    registry, weights = LINEAR_BACKENDS, Weights
+    registry, weights = LINEAR_BACKENDS, LinearWeights
     # On a GPU qkv, gate_up and down of Llama-3.1-8B.
     shapes: ClassVar = {
         "cuda": ((6144, 4096), (28672, 4096), (4096, 14336)),

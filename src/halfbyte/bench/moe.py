@@ -59,7 +59,7 @@ MOE_SHAPES = {
 }
 
 
-class Experts(RandomWeights):
+class RandomExperts(RandomWeights):
     """Random experts of a `MoeShape`."""
 
     def __init__(self, shape: MoeShape, device: torch.device, dtype: torch.dtype) -> None:
@@ -154,7 +154,7 @@ class MoeBenchmark(ProductBenchmark):
     """Shapes are `MoeShape`s, backends those of `MOE_BACKENDS`; their entries also have `bytes` of
     the experts hit, `terabytes_per_s`, and `fraction` of the machine's read bandwidth."""
 
-    registry, weights = MOE_BACKENDS, Experts
+    registry, weights = MOE_BACKENDS, RandomExperts
     shapes: ClassVar = {"cuda": tuple(MOE_SHAPES.values()), "cpu": (MoeShape(16, 4, 1024, 512),)}
     tokens: ClassVar = {"cuda": (1, 4, 16, 64, 256, 1024, 8192), "cpu": (1, 4, 16, 64)}
 
@@ -166,7 +166,7 @@ class MoeBenchmark(ProductBenchmark):
         return shape.config(dtype, device)
 
     def entry(
-        self, weights: Experts, x: torch.Tensor, name: str, make: Callable[[], list[Call]]
+        self, weights: RandomExperts, x: torch.Tensor, name: str, make: Callable[[], list[Call]]
     ) -> Row:
         """Times, errors, and a backend's bandwidth."""
         entry = super().entry(weights, x, name, make)

@@ -28,7 +28,8 @@ class KVRecipe:
         rotate: multiply K by a Hadamard matrix, and Q when it is read.
         keep_first_token: read K and V at position 0 in the model's dtype, for the tokens that a
             calibration has seen there.
-        four_over_six: choose each block's scale among two, by squared error.
+        four_over_six: choose each block's scale among two, by squared error: `nvfp4` is then stored
+            as `nvfp4_4over6`.
         feedback: round K channel by channel and propagate each error to the later channels, by the
             second moment of the queries (as in GPTQ).
         weighted_scales: choose each block's scale of K and V among four, by squared error weighted

@@ -39,8 +39,8 @@ class KVFormat:
 
     fp8: Fp8Format | None = None
     """The format's name in `numerics.fp8`, if it is one of those."""
-    recipe: nvfp4.Recipe | None = None
-    """The recipe of `numerics.nvfp4` that chooses block scales, if the bits are NVFP4."""
+    nvfp4_recipe: nvfp4.Recipe | None = None
+    """How block scales are chosen (`numerics.nvfp4`), if the bits are NVFP4; not a `KVRecipe`."""
     modelopt: str | None = None
     """ModelOpt's name (`kv_cache_quant_algo`), if checkpoints can declare the format."""
 
@@ -58,7 +58,7 @@ class KVFormat:
     formats with one decoder."""
     cuda_store_id: int | None = None
     """`V_KIND` of the store in CUDA C++ (`kvcache/store/cuda/values.cuh`). Unlike a reader, a
-    writer must tell recipes apart."""
+    writer must tell `nvfp4` from `nvfp4_4over6`."""
 
     def __post_init__(self) -> None:
         if (self.block_size is None) != (self.scale_dtype is None):
@@ -84,7 +84,7 @@ _NVFP4 = KVFormat(
     block_size=nvfp4.BLOCK_SIZE,
     scale_dtype=torch.float8_e4m3fn,
     has_global_scale=True,
-    recipe="amax6",
+    nvfp4_recipe="amax6",
     modelopt="NVFP4",
     exact_in_float16=True,
     shift=7,
@@ -147,7 +147,7 @@ KV_FORMATS = {
     ),
     "nvfp4": _NVFP4,
     "nvfp4_4over6": replace(
-        _NVFP4, recipe="four_over_six", modelopt=None, cpu_id=6, cuda_store_id=6
+        _NVFP4, nvfp4_recipe="four_over_six", modelopt=None, cpu_id=6, cuda_store_id=6
     ),
     "fp4_block16": KVFormat(
         bits=4,

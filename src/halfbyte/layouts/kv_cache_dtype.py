@@ -150,8 +150,8 @@ class KVCacheDType(StrEnum):
 
     @property
     def is_nvfp4(self) -> bool:
-        """Whether the bits are NVFP4 (whichever recipe wrote them)."""
-        return self is not KVCacheDType.AUTO and self.kv_format.recipe is not None
+        """Whether the bits are NVFP4, however block scales are chosen."""
+        return self is not KVCacheDType.AUTO and self.kv_format.nvfp4_recipe is not None
 
     @property
     def has_global_scale(self) -> bool:

@@ -55,22 +55,22 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], activation: GatedActivatio
     return PackedExperts(matrices("gate_up"), matrices("down"), activation)
 
 
-Product = Callable[
+LayerProduct = Callable[
     [torch.Tensor, Matrices, Matrices, GatedActivation, torch.Tensor, torch.Tensor, bool],
     torch.Tensor,
 ]
-"""(x `[M, H]`, gate_up, down, activation, ids, weights, batch_invariant) -> `[M, H]`; all tensors
-are contiguous, x aligned to 16 bytes."""
+"""(x `[M, H]`, gate_up, down, activation, ids, weights, batch_invariant) -> `[M, H]`, by both of
+a layer's matrices; all tensors are contiguous, x aligned to 16 bytes."""
 
 
-def as_loaded_op(name: str) -> Callable[[Product], Callable[..., torch.Tensor]]:
-    """Make a product the operator `torch.ops.halfbyte.<name>`, which takes tensors one by one.
+def as_loaded_op(name: str) -> Callable[[LayerProduct], Callable[..., torch.Tensor]]:
+    """Make a function the operator `torch.ops.halfbyte.<name>`, which takes tensors one by one.
 
     Returns:
         A decorator that returns an `AsLoadedKernel.product`.
     """
 
-    def register(product: Product) -> Callable[..., torch.Tensor]:
+    def register(product: LayerProduct) -> Callable[..., torch.Tensor]:
         @linear_op(name)
         def operator(
             x: torch.Tensor,

@@ -23,8 +23,8 @@ Place = tuple[int, Projection]
 """An expert's projection."""
 
 
-class TensorName(NamedTuple):
-    """A tensor of a checkpoint."""
+class ExpertTensor(NamedTuple):
+    """A tensor of one projection of one expert."""
 
     place: Place
     role: Role
@@ -74,7 +74,7 @@ class SeparateExperts(ExpertsLayer):
         if activation.interleaved:
             raise ValueError("activation: expected one that is not interleaved, got interleaved")
         self.dialect: Dialect = dialect
-        self._given: set[TensorName] = set()
+        self._given: set[ExpertTensor] = set()
         self._make_empty(device)
 
     @abstractmethod
@@ -160,7 +160,7 @@ class SeparateExperts(ExpertsLayer):
     def _check_complete(self) -> None:
         """Raise CheckpointError for the first tensor that was never loaded."""
         places = ((e, projection) for e in range(self.num_experts) for projection in PROJECTIONS)
-        wanted = (TensorName(place, role) for place in places for role in self._needed)
+        wanted = (ExpertTensor(place, role) for place in places for role in self._needed)
         missing = next((key for key in wanted if key not in self._given), None)
         if missing is not None:
             place, role = missing

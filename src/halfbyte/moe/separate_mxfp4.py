@@ -19,7 +19,7 @@ from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.linear.layer_tensors import Role, describe
 from halfbyte.moe.experts import BLOCK_SIZES, ExpertMatrices
-from halfbyte.moe.separate_experts import PROJECTIONS, Place, SeparateExperts, TensorName
+from halfbyte.moe.separate_experts import PROJECTIONS, ExpertTensor, Place, SeparateExperts
 from halfbyte.numerics.e8m0 import E8M0_NAN
 
 
@@ -71,7 +71,7 @@ class SeparateMxFp4Experts(SeparateExperts):
         if self.device.type == "meta" and by_role:
             self._make_empty(next(iter(by_role.values()))[1].device)
         for role, (_, tensor) in by_role.items():
-            self._given.add(TensorName(place, role))
+            self._given.add(ExpertTensor(place, role))
             self._copy(place, role, tensor)
 
     def check_tensors(self) -> None:

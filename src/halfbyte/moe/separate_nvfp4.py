@@ -21,10 +21,10 @@ from halfbyte.linear.layer_tensors import (
 from halfbyte.moe.experts import ExpertMatrices
 from halfbyte.moe.separate_experts import (
     PROJECTIONS,
+    ExpertTensor,
     Place,
     Projection,
     SeparateExperts,
-    TensorName,
 )
 from halfbyte.numerics import nvfp4
 from halfbyte.numerics.e4m3 import E4M3_NAN
@@ -38,7 +38,7 @@ class NvFp4Experts(SeparateExperts):
     weight_format = "nvfp4"
     roles = ("weight", "weight_scale", "weight_global_scale")
 
-    _global_scales: dict[TensorName, StoredGlobalScale]
+    _global_scales: dict[ExpertTensor, StoredGlobalScale]
 
     def _make_empty(self, device: torch.device | str | None) -> None:
         e, h, i = self.num_experts, self.hidden_size, self.intermediate_size
@@ -60,7 +60,7 @@ class NvFp4Experts(SeparateExperts):
         stack, rows = self._rows(place[1])
         matrices = getattr(self.packed_experts(), stack)
         weight, scales = matrices.weight[place[0], rows], matrices.scales[place[0], rows]
-        stored = self._global_scales[TensorName(place, "weight_global_scale")]
+        stored = self._global_scales[ExpertTensor(place, "weight_global_scale")]
         if dtype == torch.float64:
             return nvfp4.dequantize(
                 weight, scales, stored.decode_weights().to(weight.device), dtype
@@ -81,11 +81,11 @@ class NvFp4Experts(SeparateExperts):
         is_decode = TENSOR_NAMES[dialect].global_scale_is_decode
         for role, tensor in by_role.items():
             if role != "input_global_scale":  # only kept, to be written again
-                self._given.add(TensorName(place, role))
+                self._given.add(ExpertTensor(place, role))
             if role in _GLOBAL_SCALES:
                 # On the CPU: comparing scalars must not sync the GPU.
                 stored = StoredGlobalScale(tensor.detach().clone().cpu(), is_decode)
-                self._global_scales[TensorName(place, role)] = stored
+                self._global_scales[ExpertTensor(place, role)] = stored
                 continue
             self._copy(place, role, tensor)
 
@@ -101,7 +101,7 @@ class NvFp4Experts(SeparateExperts):
                 check_block_scales(blocks[expert], self.name_of(place, names.weight_scale))
             for expert in range(self.num_experts):
                 place = (expert, projection)
-                stored = self._global_scales[TensorName(place, "weight_global_scale")]
+                stored = self._global_scales[ExpertTensor(place, "weight_global_scale")]
                 name = self.name_of(place, names.weight_global_scale)
                 # As in linear layers: 0 is valid for zeros, unless it is the inverse of infinity.
                 check_global_scale(stored.decode(), name, zero_is_valid=True)
@@ -121,7 +121,9 @@ class NvFp4Experts(SeparateExperts):
         """float32 `[E]` on the CPU."""
         result = torch.empty(self.num_experts, dtype=torch.float32, device="cpu")
         places: list[Place] = [(e, projection) for e in range(self.num_experts)]
-        stored = [self._global_scales[TensorName(place, "weight_global_scale")] for place in places]
+        stored = [
+            self._global_scales[ExpertTensor(place, "weight_global_scale")] for place in places
+        ]
         for is_decode in (True, False):  # all experts of one direction at once: it takes a while
             chosen = [e for e, scale in enumerate(stored) if scale.is_decode == is_decode]
             if chosen:
@@ -136,7 +138,7 @@ class NvFp4Experts(SeparateExperts):
             "weight_scale": matrices.scales[place[0], rows],
         }
         for role in _GLOBAL_SCALES:
-            stored = self._global_scales.get(TensorName(place, role))
+            stored = self._global_scales.get(ExpertTensor(place, role))
             if stored is not None:
                 scale = stored.in_dialect(names).reshape(scale_shape(1, names))
                 tensors[role] = scale.to(self.device)

@@ -222,7 +222,7 @@ def grouped_kernel(
     tl.store(out, acc.to(out.dtype.element_ty), mask=live)
 
 
-class Product(NamedTuple):
+class ProductKey(NamedTuple):
     """What the constants of a product depend on.
 
     Args:
@@ -241,7 +241,7 @@ class Product(NamedTuple):
 
 
 def kernel_constants(
-    dtype: torch.dtype, product: Product, tiles: Tiles, interpreted: bool = False
+    dtype: torch.dtype, product: ProductKey, tiles: Tiles, interpreted: bool = False
 ) -> dict[str, Any]:
     """The constexpr arguments of `grouped_kernel`.
 

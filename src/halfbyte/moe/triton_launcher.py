@@ -11,7 +11,7 @@ from halfbyte.linear.w4a16.triton_kernel import Tiles
 from halfbyte.moe.as_loaded import Matrices
 from halfbyte.moe.experts import GatedActivation, WeightFormat
 from halfbyte.moe.triton_kernel import (
-    Product,
+    ProductKey,
     ProductTiles,
     choose_tiles,
     grouped_kernel,
@@ -83,7 +83,7 @@ def _launch(
     n = n if activation is None else n // 2
     parts = 0 if global_scale is None else global_scale.shape[1]
     weight_format: WeightFormat = "mxfp4" if global_scale is None else "nvfp4"
-    product = Product(activation, weight_format, parts, k, bias is not None)
+    product = ProductKey(activation, weight_format, parts, k, bias is not None)
     constants = kernel_constants(dtype, product, tiles, interpreted)
     narrow = interpreted and dtype == torch.bfloat16
     out = x.new_empty((routing.pairs.shape[0], n), dtype=torch.float32 if narrow else dtype)

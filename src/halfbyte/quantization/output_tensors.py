@@ -24,8 +24,8 @@ _KV_SCALE_MAX = 448.0
 
 
 @dataclass(frozen=True)
-class GlobalScale:
-    """A stored global scale, and the factor that readers apply to codes.
+class OutputGlobalScale:
+    """A global scale as it is written, and the factor that readers apply to codes.
 
     Args:
         stored: float32, `[]` for ModelOpt and `[1]` for compressed-tensors.
@@ -36,7 +36,9 @@ class GlobalScale:
     decode: torch.Tensor
 
 
-def global_scale(amax: float, dialect: Dialect, recipe: nvfp4.Recipe = "amax6") -> GlobalScale:
+def global_scale(
+    amax: float, dialect: Dialect, recipe: nvfp4.Recipe = "amax6"
+) -> OutputGlobalScale:
     """The global scale of a tensor whose largest magnitude is `amax`.
 
     Raises:
@@ -53,7 +55,7 @@ def global_scale(amax: float, dialect: Dialect, recipe: nvfp4.Recipe = "amax6") 
     while not nvfp4.readers_agree(stored, decode, is_decode=is_decode):
         stored = torch.nextafter(stored, infinity)
         decode = stored if is_decode else 1 / stored
-    return GlobalScale(stored.reshape(names.scale_shape), decode)
+    return OutputGlobalScale(stored.reshape(names.scale_shape), decode)
 
 
 def weight_tensors(
@@ -61,7 +63,7 @@ def weight_tensors(
     module: str,
     data: torch.Tensor,
     scales: torch.Tensor,
-    scale: GlobalScale,
+    scale: OutputGlobalScale,
     input_amax: float | None,
 ) -> dict[str, torch.Tensor]:
     """The tensors of one quantized layer, by name.

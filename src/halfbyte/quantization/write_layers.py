@@ -28,7 +28,7 @@ from halfbyte.layouts.formats import KV_FORMATS
 from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult
 from halfbyte.quantization.output_tensors import (
-    GlobalScale,
+    OutputGlobalScale,
     global_scale,
     kv_scale_tensors,
     weight_tensors,
@@ -38,7 +38,9 @@ from halfbyte.quantization.select_layers import LayerSelection
 _CHUNK_VALUES = 2**20
 """Values quantized at once; temporaries take about 20 bytes per value."""
 _KERNEL_FORMATS = {
-    row.recipe: KVCacheDType(name) for name, row in KV_FORMATS.items() if row.recipe is not None
+    row.nvfp4_recipe: KVCacheDType(name)
+    for name, row in KV_FORMATS.items()
+    if row.nvfp4_recipe is not None
 }
 
 
@@ -55,7 +57,7 @@ class RoundedLayer(NamedTuple):
     """A layer's codes, and the global scale that they were rounded with."""
 
     weight: RoundedWeight
-    scale: GlobalScale
+    scale: OutputGlobalScale
 
 
 @dataclass(frozen=True)

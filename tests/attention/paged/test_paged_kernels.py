@@ -7,8 +7,8 @@ import torch
 
 from attention.cases import config
 from halfbyte.attention.paged.plan import (
-    Gpu,
     PagedPlan,
+    TritonTarget,
     choose_tiles,
     make_plan,
     operand_dtype,
@@ -16,13 +16,15 @@ from halfbyte.attention.paged.plan import (
 from halfbyte.layouts import KVCacheDType, PageLayout
 from slow import CAPABILITIES
 
-H200 = Gpu(capability=90, num_sms=132)
+H200 = TritonTarget(capability=90, num_sms=132)
 NVFP4 = PageLayout("nvfp4", "nvfp4", 128, None, 8, 16)
 
 
 def plan_of(num_tokens: int, num_seqs: int, max_length: int, **changes: Any) -> PagedPlan:
-    gpu = changes.pop("gpu", H200)
-    return make_plan(config(num_tokens=num_tokens, num_seqs=num_seqs, **changes), max_length, gpu)
+    target = changes.pop("target", H200)
+    return make_plan(
+        config(num_tokens=num_tokens, num_seqs=num_seqs, **changes), max_length, target
+    )
 
 
 def test_plan_splits_few_long_sequences_only() -> None:
@@ -95,8 +97,8 @@ def test_attention_kernel_compiles(
     from triton_compiler import SHARED_BYTES, compile_kernel
 
     layout = PageLayout(shape[0], shape[1], shape[2], None, 8, 16)
-    gpu = Gpu(capability, 100)
-    tiles = choose_tiles(layout, torch.bfloat16, rows, gpu, batch_invariant=False)
+    target = TritonTarget(capability, 100)
+    tiles = choose_tiles(layout, torch.bfloat16, rows, target, batch_invariant=False)
     switches = ("windowed", "capped", "has_sinks", "has_lse")
     pointers = ["k_global", "v_global", "sinks", "lse", "partial_out", "partial_stats"]
     pointers += ["bias", "first_scores"]
@@ -124,7 +126,7 @@ def test_attention_kernel_compiles(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    assert usage.shared <= gpu.shared_bytes == SHARED_BYTES[capability]
+    assert usage.shared <= target.shared_bytes == SHARED_BYTES[capability]
     assert usage.stack <= 64
 
 

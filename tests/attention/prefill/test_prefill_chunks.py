@@ -9,7 +9,7 @@ import torch
 from attention.cases import config, dense, make_case
 from attention.prefill.dense_cases import LARGE, SMALL, assert_dense, inputs_of, make_small
 from halfbyte.attention import ATTENTION_BACKENDS, AttentionInputs, AttentionPlans
-from halfbyte.attention.paged.plan import Gpu, Tiles, choose_row_tiles
+from halfbyte.attention.paged.plan import Tiles, TritonTarget, choose_row_tiles
 from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.chunks import make_chunks
 from halfbyte.layouts import PageLayout
@@ -175,9 +175,9 @@ def test_kernel_compiles(sizes: tuple[int, int], options: dict[str, bool], capab
     from halfbyte.attention.prefill.rows import row_constants, rows_kernel
     from triton_compiler import compile_kernel
 
-    gpu = Gpu(capability, 100)
+    target = TritonTarget(capability, 100)
     window = 128 if options.get("windowed") else None
-    tiles = choose_row_tiles(*sizes, window, gpu)
+    tiles = choose_row_tiles(*sizes, window, target)
     switches = ("windowed", "capped", "has_sinks", "has_lse")
     usage = compile_kernel(
         rows_kernel,
@@ -197,7 +197,7 @@ def test_kernel_compiles(sizes: tuple[int, int], options: dict[str, bool], capab
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    assert usage.shared <= gpu.shared_bytes
+    assert usage.shared <= target.shared_bytes
     assert usage.stack <= 64
 
 

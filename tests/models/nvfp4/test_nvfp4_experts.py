@@ -12,7 +12,7 @@ from checkpoints.folders import Folder, load_model, make_folder, quantize_folder
 from halfbyte import LLM, SamplingParams
 from halfbyte.checkpoints import TENSOR_NAMES, CheckpointError, Dialect
 from halfbyte.dispatch import NoImplementationError
-from halfbyte.models.nvfp4.experts import Experts
+from halfbyte.models.nvfp4.experts import ExpertList
 from halfbyte.moe import GatedActivation, NvFp4Experts
 from models.nvfp4.test_nvfp4_load_model import assert_same_logits, layers
 from models.zoo import make_model, token_ids
@@ -49,7 +49,7 @@ def test_experts_with_quantized_activations_run_one_by_one(
     folder = make_folder(tmp_path, "qwen3_moe", dialect, "nvfp4")
     model = load_model(folder.quantized, quantize_activations=True)
     experts = model.model.layers[0].mlp.experts
-    assert isinstance(experts, Experts)
+    assert isinstance(experts, ExpertList)
     assert layers(experts)["2.up_proj"].quantize_activations
     assert isinstance(load_model(folder.quantized).model.layers[0].mlp.experts, NvFp4Experts)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention.cases import config as attention_config
-from halfbyte.attention.paged.plan import Gpu, make_plan
+from halfbyte.attention.paged.plan import TritonTarget, make_plan
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_KEYS_PER_QUERY,
@@ -64,14 +64,14 @@ def test_batches_merge_every_number_of_results(max_model_len: int) -> None:
 def test_batches_split_keys_and_do_not(num_sms: int, kv_heads: int) -> None:
     """Random batches need no other variants than the compiled ones. All sequences have 9 or more
     new tokens, so that the general Triton kernel runs; the group is 4."""
-    gpu, rng = Gpu(90, num_sms), random.Random(0)
+    target, rng = TritonTarget(90, num_sms), random.Random(0)
 
     def variant(count: int, tokens: int) -> tuple[int, bool]:
         layout = PageLayout("nvfp4", "nvfp4", 128, None, kv_heads, 16)
         config = attention_config(
             layout=layout, num_heads=4 * kv_heads, num_tokens=tokens, num_seqs=count
         )
-        plan = make_plan(config, 8320, gpu)
+        plan = make_plan(config, 8320, target)
         return plan.tiles.block_m, plan.merges
 
     compiled = set()

@@ -13,13 +13,13 @@ import torch
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.paged.kernels import attention_kernel, merge_kernel
 from halfbyte.attention.paged.plan import (
-    Gpu,
     PagedPlan,
     Tiles,
+    TritonTarget,
     exponent_factors,
-    gpu_of,
     make_plan,
     operand_dtype,
+    triton_target,
 )
 from halfbyte.attention.queries.launcher import TransformedQuery, bias_bytes, transform_queries
 from halfbyte.kernels.formats.dot_operands import dot_operand
@@ -52,9 +52,9 @@ def run(inputs: AttentionInputs, plan: PagedPlan | None = None) -> None:
     num_tokens, device = inputs.query.shape[0], inputs.query.device
     if num_tokens == 0:
         return
-    gpu = gpu_of(device)
+    target = triton_target(device)
     capacity = inputs.block_tables.shape[1] * inputs.layout.block_size
-    launch = _Launch(inputs, plan or make_plan(inputs.config(), capacity, gpu), gpu)
+    launch = _Launch(inputs, plan or make_plan(inputs.config(), capacity, target), target)
     with current_device(inputs.query.get_device()):
         for first in range(0, num_tokens, launch.tokens_per_launch):
             tokens = slice(first, min(num_tokens, first + launch.tokens_per_launch))
@@ -66,12 +66,14 @@ def run(inputs: AttentionInputs, plan: PagedPlan | None = None) -> None:
 class _Launch:
     """What the launches of a call share."""
 
-    def __init__(self, inputs: AttentionInputs, plan: PagedPlan, gpu: Gpu) -> None:
+    def __init__(self, inputs: AttentionInputs, plan: PagedPlan, target: TritonTarget) -> None:
         query, layout, tables = inputs.query, inputs.layout, inputs.block_tables
         self.inputs, self.plan = inputs, plan
         self.page_stride = page_stride_of(inputs.pages, layout)
         num_tokens, num_heads, _ = query.shape
-        self.kernel = kernel_constants(layout, query.dtype, num_heads, plan.tiles, gpu.capability)
+        self.kernel = kernel_constants(
+            layout, query.dtype, num_heads, plan.tiles, target.capability
+        )
         self.query = query if query.stride(2) == 1 else query.contiguous()
         self.block_tables = tables if tables.stride(1) == 1 else tables.contiguous()
         k_factor, self.k_global = scale_factor(inputs.k_scale, layout.k_dtype, query.device)

@@ -31,8 +31,11 @@ _SMALL_WINDOW = 512
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """Properties of a GPU that plans depend on."""
+class TritonTarget:
+    """What Triton's kernels run on: a GPU, or the interpreter on a CPU. Plans depend on it.
+
+    Plans of CUDA C++ kernels depend on more (`linear.w4a16.gemv.plan.Machine`).
+    """
 
     capability: int
     """90 for SM90; 0 for Triton's interpreter."""
@@ -45,12 +48,12 @@ class Gpu:
 
 
 @lru_cache(maxsize=8)
-def gpu_of(device: torch.device) -> Gpu:
+def triton_target(device: torch.device) -> TritonTarget:
     """Properties of a device; for the CPU, constants for Triton's interpreter."""
     if device.type == "cpu":
-        return Gpu(capability=0, num_sms=2)
+        return TritonTarget(capability=0, num_sms=2)
     properties = torch.cuda.get_device_properties(device)
-    return Gpu(10 * properties.major + properties.minor, properties.multi_processor_count)
+    return TritonTarget(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,11 @@ def operand_dtype(cache: KVCacheDType, query_dtype: torch.dtype) -> torch.dtype:
 
 
 def choose_tiles(
-    layout: PageLayout, query_dtype: torch.dtype, rows: int, gpu: Gpu, batch_invariant: bool
+    layout: PageLayout,
+    query_dtype: torch.dtype,
+    rows: int,
+    target: TritonTarget,
+    batch_invariant: bool,
 ) -> Tiles:
     """Tile sizes for sequences that have `rows` query rows per KV head (tokens times the group).
 
@@ -127,7 +134,7 @@ def choose_tiles(
     shared memory suffices (99 KiB on SM86, SM89 and SM120).
     """
     padded = max(32, *(1 << (d - 1).bit_length() for d in (layout.head_size, layout.head_size_v)))
-    large = gpu.shared_bytes >= 160 * 1024
+    large = target.shared_bytes >= 160 * 1024
     sides = (layout.k_dtype, layout.v_dtype)
     if torch.float32 in (operand_dtype(side, query_dtype) for side in sides):
         # Head size 512 spills anyway, and has no room for a second tile of keys.
@@ -138,9 +145,9 @@ def choose_tiles(
     # wgmma (SM90) needs fewer registers for 64 rows than mma does. SM100 keeps to mma, at most 32
     # rows: Triton's path to tcgen05 does not compile with pinned operands (`kv_tiles.pinned`).
     max_block_m = (
-        16 if padded > 256 else 128 if padded <= 128 else 64 if gpu.capability == 90 else 32
+        16 if padded > 256 else 128 if padded <= 128 else 64 if target.capability == 90 else 32
     )
-    if 100 <= gpu.capability < 120:
+    if 100 <= target.capability < 120:
         max_block_m = min(max_block_m, 32)
     block_m = min(max_block_m, max(32 if batch_invariant else 16, 1 << (rows - 1).bit_length()))
     if block_m == 128:
@@ -148,7 +155,7 @@ def choose_tiles(
     if block_m == 64:
         if padded > 128:
             return Tiles(64, 32, 8, 3)
-        return Tiles(64, 64, 4 if gpu.capability == 90 or padded <= 64 else 8, 3)
+        return Tiles(64, 64, 4 if target.capability == 90 or padded <= 64 else 8, 3)
     if block_m == 32:
         return Tiles(32, 64, 4 if padded <= 128 else 8, 3)
     # Decode: a tile of packed keys takes few registers, and a longer one hides more latency.
@@ -159,7 +166,7 @@ def choose_tiles(
 
 
 def choose_row_tiles(
-    head_size: int, head_size_v: int, sliding_window: int | None, gpu: Gpu
+    head_size: int, head_size_v: int, sliding_window: int | None, target: TritonTarget
 ) -> Tiles:
     """Tile sizes for unpacked rows (`run_rows`) of head sizes up to 256.
 
@@ -171,15 +178,15 @@ def choose_row_tiles(
         return Tiles(64, 32, 4, 3) if small_window else Tiles(128, 64, 8, 3)
     if padded <= 128:
         return Tiles(64, 64, 4, 3)
-    if gpu.shared_bytes < 160 * 1024:
+    if target.shared_bytes < 160 * 1024:
         return Tiles(64, 32, 8, 2)
-    if head_size_v > 128 and gpu.capability < 90:
+    if head_size_v > 128 and target.capability < 90:
         # 128 rows of accumulators would spill.
         return Tiles(64, 64, 8, 2)
     return Tiles(128, 64, 8, 3 if head_size_v <= 128 else 2)
 
 
-def make_plan(config: AttentionConfig, max_length: int, gpu: Gpu) -> PagedPlan:
+def make_plan(config: AttentionConfig, max_length: int, target: TritonTarget) -> PagedPlan:
     """The launches for a batch.
 
     With `config.batch_invariant`, rows depend on nothing but their own sequence: tile sizes depend
@@ -188,18 +195,18 @@ def make_plan(config: AttentionConfig, max_length: int, gpu: Gpu) -> PagedPlan:
     Args:
         config: with at least one sequence.
         max_length: capacity of the block table in tokens; at least the longest sequence.
-        gpu: the machine.
+        target: as of `triton_target`.
     """
     layout, group = config.layout, config.num_heads // config.layout.num_kv_heads
     if config.batch_invariant:
-        tiles = choose_tiles(layout, config.query_dtype, group, gpu, True)
+        tiles = choose_tiles(layout, config.query_dtype, group, target, True)
         split_length = _BATCH_INVARIANT_SPLIT
         num_splits = max(1, -(-max_length // split_length))
     else:
         rows = -(-config.num_tokens // config.num_seqs) * group
-        tiles = choose_tiles(layout, config.query_dtype, rows, gpu, False)
+        tiles = choose_tiles(layout, config.query_dtype, rows, target, False)
         split_length = 0
-        num_splits = _num_splits(config, tiles, max_length, gpu)
+        num_splits = _num_splits(config, tiles, max_length, target)
     tokens_per_launch = config.num_tokens
     if split_length or num_splits > 1:
         bytes_per_token = 4 * num_splits * config.num_heads * (layout.head_size_v + 2)
@@ -207,7 +214,9 @@ def make_plan(config: AttentionConfig, max_length: int, gpu: Gpu) -> PagedPlan:
     return PagedPlan(tiles, num_splits, split_length, tokens_per_launch)
 
 
-def _num_splits(config: AttentionConfig, tiles: Tiles, max_length: int, gpu: Gpu) -> int:
+def _num_splits(
+    config: AttentionConfig, tiles: Tiles, max_length: int, target: TritonTarget
+) -> int:
     """Splits of a row's keys, so that programs fill the GPU."""
     kv_heads, num_seqs = config.layout.num_kv_heads, config.num_seqs
     group = config.num_heads // kv_heads
@@ -215,7 +224,7 @@ def _num_splits(config: AttentionConfig, tiles: Tiles, max_length: int, gpu: Gpu
     tokens_per_tile = tiles.block_m // heads_per_tile
     programs = max(num_seqs, -(-config.num_tokens // tokens_per_tile)) * kv_heads
     programs *= -(-group // heads_per_tile)
-    resident = gpu.num_sms * _RESIDENT_PROGRAMS * 4 // tiles.num_warps
+    resident = target.num_sms * _RESIDENT_PROGRAMS * 4 // tiles.num_warps
     # Several short programs per resident slot balance sequences of different lengths. Prompts
     # have many programs already, and their partial results would be large.
     if tiles.block_m > 32:

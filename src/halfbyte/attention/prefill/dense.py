@@ -28,14 +28,14 @@ from halfbyte.attention.base import (
     GpuAttention,
     SubBatch,
 )
-from halfbyte.attention.paged.plan import Tiles, choose_row_tiles, gpu_of
+from halfbyte.attention.paged.plan import Tiles, choose_row_tiles, triton_target
 from halfbyte.attention.prefill.chunks import run_chunks
 from halfbyte.attention.prefill.key_ranges import unknown_to_unpack
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_PARTS,
-    Block,
     DensePlan,
+    KeyBlock,
     LongSequences,
     make_plan,
     queries_at_once,
@@ -97,8 +97,8 @@ def run(inputs: AttentionInputs, plan: DensePlan) -> None:
 
 
 def _tiles(inputs: AttentionInputs) -> Tiles:
-    layout, gpu = inputs.layout, gpu_of(inputs.query.device)
-    return choose_row_tiles(layout.head_size, layout.head_size_v, inputs.sliding_window, gpu)
+    layout, target = inputs.layout, triton_target(inputs.query.device)
+    return choose_row_tiles(layout.head_size, layout.head_size_v, inputs.sliding_window, target)
 
 
 class _PlanKey(NamedTuple):
@@ -180,7 +180,7 @@ def _run_long(inputs: AttentionInputs, long: LongSequences) -> None:
 
 
 def _run_block(
-    inputs: AttentionInputs, block: Block, query: torch.Tensor, *, causal: bool
+    inputs: AttentionInputs, block: KeyBlock, query: torch.Tensor, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key, value = _unpack(inputs, block)
     return _dense(query, key, value, causal, inputs.scale)
@@ -209,7 +209,7 @@ def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:
     return rows
 
 
-def _unpack(inputs: AttentionInputs, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpack(inputs: AttentionInputs, block: KeyBlock) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V `[count, size, kv_heads, D]` of a block, zeros where it ends before its size."""
     # Here, because the import needs Triton.
     from halfbyte.attention.prefill.unpack import unpack

@@ -49,7 +49,7 @@ _KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
 
 
 @dataclass(frozen=True)
-class Block:
+class KeyBlock:
     """Keys `begin .. end` of a group of sequences, `size` rows of the workspace for each."""
 
     begin: int
@@ -71,9 +71,9 @@ class LongSequences:
     queries: int
     stride: int
     """Rows from a sequence's first query to the next one's: also those that attend to nothing."""
-    cached: list[Block]
+    cached: list[KeyBlock]
     """Keys that all queries see."""
-    last: Block
+    last: KeyBlock
     """The causal block with the new tokens; cached tokens in it add (discarded) query rows."""
 
 
@@ -261,7 +261,7 @@ def _long(
 
 def _blocks(
     group: range, cached: int, queries: int, exact: bool, max_tokens: int, device: torch.device
-) -> list[Block]:
+) -> list[KeyBlock]:
     """Blocks of the keys of a group of sequences.
 
     Args:
@@ -283,7 +283,7 @@ def _blocks(
     ).to(device)
     sequences = slice(group[0], group[0] + count)
     return [
-        Block(
+        KeyBlock(
             begin,
             end,
             size,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.attention.base import AttentionInputs
-from halfbyte.attention.paged.plan import gpu_of
+from halfbyte.attention.paged.plan import triton_target
 from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.attention.prefill.unpack_kernel import unpack_kernel
 from halfbyte.kernels.formats.kv_tiles import page_stride_of, scale_factor, side_geometry
@@ -92,7 +92,7 @@ def unpack_into(
     undone = _transform_arguments(transform, layout, k.padded, pages)
     if undone["rotated"]:
         k_factor *= block_size(layout.head_size) ** -0.5
-    capability = gpu_of(pages.device).capability
+    capability = triton_target(pages.device).capability
     tile = choose_tile(layout.head_size, undone["rotated"], capability)
     tiles = -(-ranges.max_keys // tile.num_tokens)
     if undone["segment"]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from halfbyte.attention.base import AttentionInputs
-from halfbyte.attention.paged.plan import Tiles, exponent_factors, gpu_of
+from halfbyte.attention.paged.plan import Tiles, exponent_factors, triton_target
 from halfbyte.attention.recent.kernel import recent_kernel
 from halfbyte.kernels.formats.dot_operands import dot_operand
 from halfbyte.kernels.runtime.devices import current_device
@@ -128,7 +128,7 @@ def _join(inputs: AttentionInputs, recent: RecentInputs, packed_lse: torch.Tenso
             apart=prefill,
             block_m=tiles.block_m,
             block_n=tiles.block_n,
-            **launch_options(tiles, gpu_of(query.device).capability),
+            **launch_options(tiles, triton_target(query.device).capability),
         )
 
 

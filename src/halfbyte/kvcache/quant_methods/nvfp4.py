@@ -1,4 +1,7 @@
-"""NVFP4: `nvfp4` (recipe amax6) and `nvfp4_4over6`. The same bits, so one reader."""
+"""NVFP4: `nvfp4` (block scales by `amax6`) and `nvfp4_4over6` (by `four_over_six`).
+
+The same bits, so one reader.
+"""
 
 from typing import ClassVar
 
@@ -12,13 +15,13 @@ from halfbyte.numerics import nvfp4
 class NVFP4KVCacheMethod(KVCacheQuantMethod):
     """`halfbyte.numerics.nvfp4` on the bytes of a cache."""
 
-    FORMATS: ClassVar[tuple[str, ...]] = KVCacheDType.where(lambda row: row.recipe)
+    FORMATS: ClassVar[tuple[str, ...]] = KVCacheDType.where(lambda row: row.nvfp4_recipe)
     SCALE_BLOCK_SIZE: ClassVar[int] = nvfp4.BLOCK_SIZE
 
     def __init__(self, dtype: KVCacheDType) -> None:
         super().__init__(dtype)
-        assert dtype.kv_format.recipe is not None
-        self._recipe = dtype.kv_format.recipe
+        assert dtype.kv_format.nvfp4_recipe is not None
+        self._recipe = dtype.kv_format.nvfp4_recipe
 
     def quantize(
         self, x: torch.Tensor, global_scale: float | torch.Tensor

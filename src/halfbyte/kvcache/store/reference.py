@@ -84,7 +84,7 @@ def _quantize_key(
     """Codes and block scales of K'."""
     if transform is None or not transform.weighs_errors:
         return _method(dtype).quantize(key, scale)
-    recipe = dtype.kv_format.recipe or "amax6"
+    recipe = dtype.kv_format.nvfp4_recipe or "amax6"
     data, scales = weighted_rounding.quantize(
         key, scale, transform.k_weights, transform.feedback, recipe
     )

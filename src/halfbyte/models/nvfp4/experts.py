@@ -1,8 +1,9 @@
 """Experts of MoE models, which transformers fuses into two 3-D parameters.
 
 Files hold gate, up and down projections per expert. NVFP4 and MXFP4 experts become one module
-(`SeparateExperts`) that runs them together as W4A16. `Experts` has modules named as in the files,
-run one after the other: for experts in FP8, for W4A4, and for other activations than SwiGLU's.
+(`SeparateExperts`) that runs them together as W4A16. Others become an `ExpertList`, whose linear
+layers are named as in the files and run expert by expert: experts in FP8, W4A4 experts, and experts
+with another activation than SwiGLU's.
 """
 
 from typing import NamedTuple
@@ -14,11 +15,18 @@ from transformers.activations import SiLUActivation
 from halfbyte.moe import SWIGLU, GatedActivation
 from halfbyte.moe.separate_experts import PROJECTIONS
 
-__all__ = ["PROJECTIONS", "Expert", "Experts", "FusedExperts", "fused_experts", "has_fused_experts"]
+__all__ = [
+    "PROJECTIONS",
+    "Expert",
+    "ExpertList",
+    "FusedExperts",
+    "fused_experts",
+    "has_concatenated_experts",
+]
 
 
 class FusedExperts(NamedTuple):
-    """What a module of fused experts is.
+    """Sizes, biases and activation of a module of fused experts.
 
     Args:
         num_experts: E.
@@ -54,7 +62,7 @@ def fused_experts(module: nn.Module) -> FusedExperts | None:
     interleaved, with biases and a clamped activation.
     """
     gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
-    if has_fused_experts(module):
+    if has_concatenated_experts(module):
         assert isinstance(gate_up, nn.Parameter)
         num_experts, both, hidden_size = gate_up.shape
         activation = SWIGLU if isinstance(module.act_fn, SiLUActivation | nn.SiLU) else None
@@ -94,11 +102,11 @@ class Expert(nn.Module):
         return result
 
 
-class Experts(nn.ModuleList):
-    """Unfused experts with the forward signature of transformers' fused experts."""
+class ExpertList(nn.ModuleList):
+    """A module per expert, with the forward signature of transformers' fused experts."""
 
     @classmethod
-    def like(cls, fused: nn.Module) -> "Experts":
+    def like(cls, fused: nn.Module) -> "ExpertList":
         """Unquantized experts with the sizes, dtype and device of fused ones."""
         gate_up, act_fn = fused.gate_up_proj, fused.act_fn
         assert isinstance(gate_up, torch.Tensor)
@@ -133,8 +141,11 @@ class Experts(nn.ModuleList):
         return result
 
 
-def has_fused_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts as two 3-D parameters, gate before up, without biases."""
+def has_concatenated_experts(module: nn.Module) -> bool:
+    """Whether a module has experts in two 3-D parameters, gate before up, without biases.
+
+    GPT-OSS's are interleaved, see `fused_experts`.
+    """
     gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
     return (
         isinstance(gate_up, nn.Parameter)

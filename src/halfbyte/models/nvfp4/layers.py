@@ -15,7 +15,7 @@ from halfbyte.checkpoints.dialects.base import Declaration, Scheme
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.dispatch import NoImplementationError, compute_capability_of
 from halfbyte.linear import NvFp4Linear, NvFp4LinearLayerConfig, select_nvfp4_linear_kernel
-from halfbyte.models.nvfp4.experts import Experts, fused_experts
+from halfbyte.models.nvfp4.experts import ExpertList, fused_experts
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, PlannedLayer
 from halfbyte.moe import NvFp4Experts
 from halfbyte.moe.separate_experts import SeparateExperts
@@ -36,7 +36,7 @@ class LayerOptions:
     Args:
         dtype: of activations, biases and results.
         device: of the loaded layers.
-        backend: name of a linear backend, or None to choose.
+        linear_backend: name of a linear backend, or None to choose.
         quantize_activations: whether W4A4 layers quantize their activations; None to do so only
             with native FP4 x FP4 products.
         batch_invariant: results are bitwise independent of the batch.
@@ -45,7 +45,7 @@ class LayerOptions:
 
     dtype: torch.dtype
     device: torch.device
-    backend: str | None = None
+    linear_backend: str | None = None
     quantize_activations: bool | None = None
     batch_invariant: bool = False
     moe_backend: str | None = None
@@ -56,7 +56,7 @@ def replace_layers(
 ) -> None:
     """Replace the layers of a plan by `NvFp4Linear`, empty and on the meta device.
 
-    Experts of a layer become one `NvFp4Experts` or `SeparateMxFp4Experts`, or `Experts`, see
+    Experts of a layer become one `NvFp4Experts` or `SeparateMxFp4Experts`, or `ExpertList`, see
     `experts.py`. FP8 and MXFP4 layers stay `nn.Linear`: their weights are dequantized when they are
     loaded.
 
@@ -75,7 +75,7 @@ def replace_layers(
         experts = _grouped_experts(model, plan, name, declaration, options, chosen)
         if experts is None:
             with torch.device("meta"):
-                experts = Experts.like(model.get_submodule(name))
+                experts = ExpertList.like(model.get_submodule(name))
         else:
             grouped.add(name)
         model.set_submodule(name, experts)
@@ -95,7 +95,7 @@ def replace_layers(
             quantize_activations=_quantizes_activations(layer, options, chosen),
             dtype=options.dtype,
             device="meta",
-            backend=options.backend,
+            backend=options.linear_backend,
             batch_invariant=options.batch_invariant,
             dialect=declaration.dialect,
         )
@@ -116,7 +116,7 @@ def _grouped_experts(
     assert fused is not None
     layers = [plan.layers[layer] for layer, _, _ in fused.layers(name)]
     is_fp8 = any(layer.scheme == "fp8" for layer in layers)
-    if fused.has_bias:  # GPT-OSS: cannot run as `Experts`, which has no biases
+    if fused.has_bias:  # GPT-OSS: cannot run as `ExpertList`, which has no biases
         if is_fp8 or (options.quantize_activations and plan.count("nvfp4")):
             raise CheckpointError(
                 f"{name}: expected NVFP4 weights with unquantized activations (W4A16), the only "
@@ -205,7 +205,7 @@ def _quantizes_activations(
     )
     if config not in chosen:
         chosen[config] = config.compute_capability >= _NATIVE_FP4 and _is_native(
-            config, options.backend
+            config, options.linear_backend
         )
     return chosen[config]
 

@@ -18,7 +18,7 @@ from halfbyte.checkpoints.dialects.base import Declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.validate import FLOATS, QUANTIZED_WEIGHT
-from halfbyte.models.nvfp4.experts import PROJECTIONS, has_fused_experts
+from halfbyte.models.nvfp4.experts import PROJECTIONS, has_concatenated_experts
 from halfbyte.models.nvfp4.layer_plan import LayerPlan
 from halfbyte.models.nvfp4.layer_sink import LayerSink, Sink, assign, target_of
 from halfbyte.moe.separate_experts import SeparateExperts
@@ -133,7 +133,7 @@ def _plain_sinks(
         if module_name in plan.layers or isinstance(module, SeparateExperts):
             continue
         prefix = f"{module_name}." if module_name else ""
-        if has_fused_experts(module) and f"{prefix}gate_up_proj" not in index:
+        if has_concatenated_experts(module) and f"{prefix}gate_up_proj" not in index:
             yield from _fused_experts(prefix, module, index, dtype)
             continue
         buffers = set(module._buffers) - module._non_persistent_buffers_set

@@ -14,7 +14,7 @@ import torch
 from benchmarks.peers import humming_moe
 from benchmarks.peers.moe import MOE_PEERS
 from halfbyte.bench import MoeShape
-from halfbyte.bench.moe import Experts
+from halfbyte.bench.moe import RandomExperts
 
 CPU = torch.device("cpu")
 NVFP4, MXFP4 = MoeShape(4, 2, 128, 64), MoeShape(3, 2, 192, 96, "mxfp4")
@@ -40,7 +40,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]
 
 
 def one_call(name: str, shape: MoeShape) -> torch.Tensor:
-    experts = Experts(shape, CPU, torch.bfloat16)
+    experts = RandomExperts(shape, CPU, torch.bfloat16)
     config = shape.config(torch.bfloat16, CPU)
     assert MOE_PEERS.get(name).can_implement(config)[0]
     result: torch.Tensor = MOE_PEERS.get(name)(config).calls(experts, experts.x(3))[0]()

@@ -149,7 +149,7 @@ class StoreVariant(NamedTuple):
             "KV_HEADS": layout.num_kv_heads,
             "BLOCK_SIZE": layout.block_size,
             **{name.upper(): of_regions[name] for name in REGION_FIELDS},
-            "FOUR_OVER_SIX": int(layout.k_dtype.kv_format.recipe == "four_over_six"),
+            "FOUR_OVER_SIX": int(layout.k_dtype.kv_format.nvfp4_recipe == "four_over_six"),
             "V_KIND": _V_KINDS[layout.v_dtype],
             "SM100": int(layout.v_scale_layout == "sm100"),
             "KEY_TYPE": _TYPES[self.key_dtype],

@@ -95,7 +95,7 @@ _COSTS = _Costs()
 
 
 class Machine(NamedTuple):
-    """Properties of the GPU that plans depend on."""
+    """Limits of a GPU, as its driver reports them, that plans of CUDA C++ kernels depend on."""
 
     capability: int
     """Compute capability as in `dispatch`, such as 90."""
