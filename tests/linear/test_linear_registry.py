@@ -17,7 +17,7 @@ from halfbyte.linear import (
 )
 from halfbyte.linear.reference import ReferenceKernel
 
-VARIABLE = "HALFBYTE_LINEAR_BACKEND"
+VARIABLE = "HALFBYTE_NVFP4_GEMM_BACKEND"
 CONFIG = NvFp4LinearLayerConfig(n=32, k=64, dtype=torch.bfloat16)
 W4A4 = replace(CONFIG, quantize_activations=True)
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from halfbyte.dispatch import CPU, NoImplementationError, Registry, current_compute_capability
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 
-BACKEND_VARIABLE = "HALFBYTE_LINEAR_BACKEND"
+BACKEND_VARIABLE = "HALFBYTE_NVFP4_GEMM_BACKEND"
+"""Named as vLLM's `VLLM_NVFP4_GEMM_BACKEND`, which is for the same layers."""
 
 LINEAR_BACKENDS: Registry[NvFp4LinearKernel] = Registry(
     "linear backend",
@@ -36,7 +37,7 @@ def init_nvfp4_linear_kernel(
     Args:
         config: the layer. On "cuda" without a compute capability, this machine's is used.
         linear_backend: a name of `LINEAR_BACKENDS`; None for the environment variable
-            `HALFBYTE_LINEAR_BACKEND` if set, else the first that supports the layer.
+            `HALFBYTE_NVFP4_GEMM_BACKEND` if set, else the first that supports the layer.
 
     Raises:
         NoImplementationError: the named backend is unknown or does not support the layer, or none

@@ -69,7 +69,7 @@ def load_model(
         dtype: `auto` for the checkpoint's, or a torch dtype or its name.
         device: device of the model; by default a GPU if there is one, else the CPU.
         linear_backend: name of a backend of `halfbyte.linear` for NVFP4 layers; by default that of
-            the environment variable `HALFBYTE_LINEAR_BACKEND`, else the best for each layer.
+            the environment variable `HALFBYTE_NVFP4_GEMM_BACKEND`, else the best for each layer.
         quantize_activations: whether layers stored as W4A4 quantize their activations (emulated on
             machines without FP4 arithmetic). By default only if a backend has native FP4 x FP4
             products; else they run as W4A16, with a log message.

@@ -207,7 +207,7 @@ def test_linear_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         return {layer.kernel.name for layer in layers(model).values() if layer.kernel}
 
     assert names(linear_backend="reference") == {"reference"}
-    monkeypatch.setenv("HALFBYTE_LINEAR_BACKEND", "reference")
+    monkeypatch.setenv("HALFBYTE_NVFP4_GEMM_BACKEND", "reference")
     assert names() == {"reference"}
     with pytest.raises(NoImplementationError, match=r"'cutlass' cannot be used here: .*usable: "):
         names(linear_backend="cutlass")
