@@ -17,6 +17,9 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-compile
 PIP := $(BIN)/python $(PIP_INSTALL) --constraint constraints.txt
 
+# Where bytecode is not kept, every command that a test starts compiles PyTorch's modules again, for some ten seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
 define PROMPT
 class Counter:
     def __init__(self, name, value=0):
