@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfbyte.dispatch import NoImplementationError
-from halfbyte.linear.w4a16.gemv.plan import Machine
+from halfbyte.linear.w4a16.gemv.plan import Gpu
 from halfbyte.moe import GPT_OSS, SWIGLU, MoeConfig, moe_experts, select_moe_kernel
 from halfbyte.moe.cuda import launcher
 from halfbyte.moe.cuda.kernel import CudaKernel
@@ -20,7 +20,7 @@ from halfbyte.moe.cuda.plan import (
     mean_entries,
     usual_plans,
 )
-from linear.machines import H200, RTX_3090
+from linear.gpus import H200, RTX_3090
 from machine_code import compiled, stack_bytes
 from moe.cases import (
     LIMITED,
@@ -49,18 +49,18 @@ def test_no_tokens_need_no_kernel(weight_format: Any) -> None:
     assert out.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("machine", [H200, RTX_3090], ids=["h200", "rtx-3090"])
+@pytest.mark.parametrize("gpu", [H200, RTX_3090], ids=["h200", "rtx-3090"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_plans_fit_a_gpu(name: str, machine: Machine) -> None:
+def test_plans_fit_a_gpu(name: str, gpu: Gpu) -> None:
     works, top_k = LAYERS[name]
     for work in works:
         for m in (1, 2, 4, 16, 64):
-            plan = make_plan(work, m, top_k, machine)
-            assert plan in usual_plans(work, machine)
+            plan = make_plan(work, m, top_k, gpu)
+            assert plan in usual_plans(work, gpu)
             assert work.items(plan.parts) % plan.split == 0  # no warp waits for another
             taken = plan.shared_bytes(work, m * top_k) + 1024
-            assert plan.ctas * taken <= machine.block_bytes + 1024
-            assert 0 < plan.grid(work, m * top_k, machine.num_sms) <= plan.ctas * machine.num_sms
+            assert plan.ctas * taken <= gpu.block_bytes + 1024
+            assert 0 < plan.grid(work, m * top_k, gpu.num_sms) <= plan.ctas * gpu.num_sms
 
 
 def test_all_calls_have_usual_plans() -> None:

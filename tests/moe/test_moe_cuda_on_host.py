@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cuda_on_host
-from halfbyte.linear.w4a16.gemv.plan import Machine
+from halfbyte.linear.w4a16.gemv.plan import Gpu
 from halfbyte.moe import PackedExperts
 from halfbyte.moe.cuda import launcher, sums
 from halfbyte.moe.cuda.plan import ProductPlan, Work, make_plan
@@ -18,7 +18,7 @@ from slow import slow
 
 pytestmark = cuda_on_host.needs_compiler
 
-SMALL_GPU = Machine(80, 99 * 1024, 3, 0)
+SMALL_GPU = Gpu(80, 99 * 1024, 3, 0)
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def on_host() -> Iterator[None]:
     launcher._plan.cache_clear()
     with (
         cuda_on_host.overlapping_kernels(SMALL_GPU.capability),
-        patch.object(launcher, "machine_of", lambda device: SMALL_GPU),
+        patch.object(launcher, "gpu_of", lambda device: SMALL_GPU),
         patch.object(launcher, "allocate", cuda_on_host.allocate),
         patch.object(sums, "allocate", cuda_on_host.allocate),
     ):
@@ -80,8 +80,8 @@ def test_error(kind: Kind) -> None:
 def test_ways_to_share_k(kind: str, split: int, parts: int) -> None:
     """Warps that share a tile's k or not; items of several parts, of which the last has fewer."""
 
-    def plan_of(work: Work, m: int, top_k: int, machine: Machine) -> ProductPlan:
-        plan = make_plan(work, m, top_k, machine)
+    def plan_of(work: Work, m: int, top_k: int, gpu: Gpu) -> ProductPlan:
+        plan = make_plan(work, m, top_k, gpu)
         fits = work.items(parts) % split == 0
         return plan._replace(split=split if fits else 1, groups=2, stages=2, ctas=1, parts=parts)
 

@@ -23,7 +23,7 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
     row_pairs,
 )
 from halfbyte.moe.cuda.plan import MAX_EXPERTS, Work
-from linear.machines import H200, RTX_3090
+from linear.gpus import H200, RTX_3090
 from machine_code import compiled, disassembled, stack_bytes
 from moe.test_moe_cuda import GPT, LAYERS, QWEN
 from slow import slow
@@ -117,14 +117,14 @@ def test_intermediate_channels_fill_their_steps() -> None:
 
 def test_the_number_of_pairs_selects() -> None:
     variant = kernel._variant
-    for machine, many in ((H200, "gemm"), (RTX_3090, "triton")):
+    for gpu, many in ((H200, "gemm"), (RTX_3090, "triton")):
         variant.cache_clear()
-        with patch.object(kernel, "machine_of", lambda device, machine=machine: machine):
+        with patch.object(kernel, "gpu_of", lambda device, gpu=gpu: gpu):
             assert variant(96 * 8, QWEN, 0) == "streaming"
             assert variant(48 * 4, GPT, 0) == "streaming"
-            assert variant(97 * 8, QWEN, 0) == ("gemm" if machine is H200 else "streaming")
-            assert variant(49 * 4, GPT, 0) == ("gemm" if machine is H200 else "streaming")
-            assert variant(128 * 8, QWEN, 0) == ("gemm" if machine is H200 else "streaming")
+            assert variant(97 * 8, QWEN, 0) == ("gemm" if gpu is H200 else "streaming")
+            assert variant(49 * 4, GPT, 0) == ("gemm" if gpu is H200 else "streaming")
+            assert variant(128 * 8, QWEN, 0) == ("gemm" if gpu is H200 else "streaming")
             assert variant(129 * 8, QWEN, 0) == many
             assert variant(MAX_PAIRS, QWEN, 0) == many
             assert variant(MAX_PAIRS + 1, QWEN, 0) == "triton"

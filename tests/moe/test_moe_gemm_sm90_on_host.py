@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cuda_on_host
-from halfbyte.linear.w4a16.gemv.plan import Machine
+from halfbyte.linear.w4a16.gemv.plan import Gpu
 from halfbyte.moe import PackedExperts
 from halfbyte.moe.cuda import sums
 from halfbyte.moe.cuda.gemm_sm90 import launcher
@@ -24,7 +24,7 @@ from slow import slow
 
 pytestmark = cuda_on_host.needs_compiler
 
-GPU = Machine(90, 232448, 4, 2)
+GPU = Gpu(90, 232448, 4, 2)
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def on_host() -> Iterator[None]:
     with (
         cuda_on_host.overlapping_kernels(GPU.capability),
         cuda_on_host.tensor_maps_on_host(),
-        patch.object(launcher, "machine_of", lambda device: GPU),
+        patch.object(launcher, "gpu_of", lambda device: GPU),
         patch.object(launcher, "allocate", cuda_on_host.allocate),
         patch.object(sums, "allocate", cuda_on_host.allocate),
     ):

@@ -58,17 +58,19 @@ def select_nvfp4_linear_kernel(
     here = config.device_type != "cuda" or (
         config.compute_capability == current_compute_capability()
     )
-    machine = None if here else config.compute_capability
+    capability = None if here else config.compute_capability
     if linear_backend is not None:
-        return LINEAR_BACKENDS.select(config, explicit=linear_backend, compute_capability=machine)
+        return LINEAR_BACKENDS.select(
+            config, explicit=linear_backend, compute_capability=capability
+        )
     if from_environment := os.environ.get(BACKEND_VARIABLE):
         try:
             return LINEAR_BACKENDS.select(
-                config, explicit=from_environment, compute_capability=machine
+                config, explicit=from_environment, compute_capability=capability
             )
         except NoImplementationError as error:
             raise NoImplementationError(f"{BACKEND_VARIABLE}: {error}") from None
-    return LINEAR_BACKENDS.select(config, compute_capability=machine)
+    return LINEAR_BACKENDS.select(config, compute_capability=capability)
 
 
 def _on_this_machine(config: NvFp4LinearLayerConfig) -> NvFp4LinearLayerConfig:

@@ -44,11 +44,11 @@ def select_moe_kernel(config: MoeConfig, backend: str | None = None) -> type[Moe
     if config.device_type == "cuda" and config.compute_capability == CPU:
         config = replace(config, compute_capability=here)
     is_here = config.device_type != "cuda" or config.compute_capability == here
-    machine = None if is_here else config.compute_capability
+    capability = None if is_here else config.compute_capability
     from_environment = os.environ.get(BACKEND_VARIABLE) if backend is None else None
     try:
         return MOE_BACKENDS.select(
-            config, explicit=backend or from_environment or None, compute_capability=machine
+            config, explicit=backend or from_environment or None, compute_capability=capability
         )
     except NoImplementationError as error:
         if from_environment:

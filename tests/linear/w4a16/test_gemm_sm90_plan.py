@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan, make_plan
-from linear.machines import H200
+from linear.gpus import H200
 from linear.w4a16.gemm_tiles import tile_named
 
 NUM_SMS = H200.num_sms

@@ -44,13 +44,13 @@ def test_small_m(n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
 def test_what_lies_where_rows_would_be_does_not_matter(m: int) -> None:
     """Shared memory of absent tokens still has the previous call's contents: NaN here."""
     from halfbyte.linear.w4a16.gemv.launcher import run
-    from halfbyte.linear.w4a16.machine import machine_of
+    from halfbyte.linear.w4a16.gpu import gpu_of
 
     n, k = 6144, 4096
     packed = packed_weight(n, k, torch.bfloat16, "cuda")
     arguments = (packed.weight, packed.weight_scale, packed.row_scale, None, n)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    plan = linear_plan.make_plan(n, k, m, machine_of(0))
+    plan = linear_plan.make_plan(n, k, m, gpu_of(0))
     rows = plan.columns
     run(x.new_full((rows, k), torch.nan), *arguments, plan=plan)
     out = run(x, *arguments, plan=plan)
@@ -81,7 +81,7 @@ def test_rows_of_any_stride() -> None:
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
 def test_every_split_of_the_work(tiles: int, split: int, dtype: torch.dtype) -> None:
     from halfbyte.linear.w4a16.gemv.launcher import run
-    from halfbyte.linear.w4a16.machine import machine_of
+    from halfbyte.linear.w4a16.gpu import gpu_of
 
     n, k = 448, 1152
     packed = packed_weight(n, k, dtype, "cuda")
@@ -99,7 +99,7 @@ def test_every_split_of_the_work(tiles: int, split: int, dtype: torch.dtype) -> 
             if ctas > 1 and tiles > 2:
                 continue
             plan = GemvPlan(tiles, split, join, groups, warps, stages, ctas, rounds)
-            if plan.shared_bytes(n, k, x.shape[0]) > machine_of(0).bytes_of_cta(ctas):
+            if plan.shared_bytes(n, k, x.shape[0]) > gpu_of(0).bytes_of_cta(ctas):
                 continue
             out = run(x, *tensors, None, n, plan=plan)
             assert_rounded_once(out, wanted)

@@ -14,9 +14,9 @@ import cuda_on_host
 from cuda_on_host import guarded
 from halfbyte.linear.w4a16.dequant import launcher as linear_unpack
 from halfbyte.linear.w4a16.gemv import launcher as linear
-from halfbyte.linear.w4a16.gemv.plan import GemvPlan, Machine, k_blocks, make_plan, row_units
+from halfbyte.linear.w4a16.gemv.plan import GemvPlan, Gpu, k_blocks, make_plan, row_units
 from halfbyte.linear.w4a16.packed_weight import DTYPES, PackedWeight
-from linear.machines import RTX_3090
+from linear.gpus import RTX_3090
 from linear.w4a16.test_w4a16_packed_weight import dequantized, packed_weight
 from slow import one_in
 
@@ -27,7 +27,7 @@ DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 ROWS = (1, 2, 5, 8, 9, 16, 17, 33)
 SHAPES = ((40, 16), (64, 128), (100, 400), (130, 528), (300, 656), (33, 1296))
 """Of weights."""
-A100 = Machine(80, 163 * 1024, 108, 0)
+A100 = Gpu(80, 163 * 1024, 108, 0)
 
 # CTA shapes, with groups and rounds to be filled in; some occur in no plan.
 PLANS = (
@@ -71,22 +71,22 @@ def name(value: GemvPlan | torch.dtype) -> str:
 
 
 @contextmanager
-def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None]:
+def on_host(compiled_in: bool = False, gpu: Gpu = A100) -> Iterator[None]:
     """Let the launcher's kernels run on the CPU; what it allocates begins as NaN.
 
     Args:
         compiled_in: whether the shape of the work is, for which every one takes the C++ compiler.
-        machine: that the launcher, and the kernels, find.
+        gpu: that the launcher, and the kernels, find.
     """
 
     linear._gemv_kernels.cache_clear()
     linear.gemv_product.cache_clear()
     with (
         cuda_on_host.overlapping_kernels(
-            machine.capability, lambda macro: compiled_in or macro not in OF_SHAPE
+            gpu.capability, lambda macro: compiled_in or macro not in OF_SHAPE
         ),
         cuda_on_host.tensor_maps_on_host(),
-        patch.object(linear, "machine_of", lambda device: machine),
+        patch.object(linear, "gpu_of", lambda device: gpu),
         patch.object(linear, "allocate", cuda_on_host.allocate),
     ):
         yield
@@ -111,7 +111,7 @@ def multiply(
     bias: torch.Tensor | None,
     plan: GemvPlan | None,
     compiled_in: bool = False,
-    machine: Machine = A100,
+    gpu: Gpu = A100,
 ) -> torch.Tensor:
     """The product by the launcher; memory after all tensors is unmapped."""
 
@@ -121,7 +121,7 @@ def multiply(
     weight, weight_scale = moved(packed.weight), moved(packed.weight_scale)
     row_scale = moved(packed.row_scale)
     bias = None if bias is None else moved(bias)
-    with on_host(compiled_in, machine):
+    with on_host(compiled_in, gpu):
         return linear.run(x, weight, weight_scale, row_scale, bias, packed.n, plan=plan)
 
 
@@ -146,7 +146,7 @@ def assert_products(
     shape: GemvPlan,
     rows: tuple[int, ...],
     shapes: tuple[tuple[int, int], ...],
-    machine: Machine,
+    gpu: Gpu,
 ) -> None:
     """Check products with random weights, plans and shapes, for a number of tokens."""
     rng = Random(repr(shape))
@@ -158,7 +158,7 @@ def assert_products(
         packed = packed_weight(n, k, dtype)
         bias = random_bias(n, dtype) if seed % 3 == 0 else None
         x = random_x(m, k, dtype, seed, gap=8 * rng.randint(0, 20))
-        assert_product(multiply(x, packed, bias, plan, machine=machine), x, packed, bias)
+        assert_product(multiply(x, packed, bias, plan, gpu=gpu), x, packed, bias)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), one_in(2, PLANS), ids=name)
@@ -187,7 +187,7 @@ def test_a_k_that_needs_more_ctas_than_usual(m: int) -> None:
     assert plan.split > 8
     packed = packed_weight(n, k, torch.bfloat16)
     x = random_x(m, k, torch.bfloat16, 0)
-    assert_product(multiply(x, packed, None, plan, machine=RTX_3090), x, packed, None)
+    assert_product(multiply(x, packed, None, plan, gpu=RTX_3090), x, packed, None)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), PLANS[::3], ids=name)

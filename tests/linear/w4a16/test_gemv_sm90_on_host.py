@@ -8,7 +8,7 @@ import torch
 import cuda_on_host
 from halfbyte.linear.w4a16.gemv.plan import GemvPlan, make_plan
 from halfbyte.linear.w4a16.packed_weight import pack_weight
-from linear.machines import H200
+from linear.gpus import H200
 from linear.w4a16.test_gemv_on_host import (
     BF16,
     DTYPE,
@@ -113,9 +113,9 @@ def test_shapes_that_are_compiled_in_change_nothing(case: tuple[int, ...]) -> No
     plan = shape._replace(groups=groups, round_units=round_units)
     packed = packed_weight(n, k, dtype)
     x, bias = random_x(m, k, dtype, 0), random_bias(n, dtype)
-    out = multiply(x, packed, bias, plan, compiled_in=True, machine=H200)
+    out = multiply(x, packed, bias, plan, compiled_in=True, gpu=H200)
     assert_product(out, x, packed, bias)
-    assert torch.equal(multiply(x, packed, bias, plan, machine=H200), out)
+    assert torch.equal(multiply(x, packed, bias, plan, gpu=H200), out)
 
 
 @DTYPE
@@ -127,7 +127,7 @@ def test_plans_for_an_h200(n: int, k: int, m: int, join: int, dtype: torch.dtype
     assert make_plan(n, k, m, H200).join == join
     packed = packed_weight(n, k, dtype)
     x = random_x(m, k, dtype, 0)
-    assert_product(multiply(x, packed, None, None, machine=H200), x, packed, None)
+    assert_product(multiply(x, packed, None, None, gpu=H200), x, packed, None)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), PLANS[1:8:2], ids=name)
@@ -141,9 +141,9 @@ def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, shape: Ge
     x = random_x(max(ROWS), 1040, dtype, 1)
     x[:, 512:1024] = -x[:, :512]
     x[:, 1024:] *= 2**-12
-    together = multiply(x, packed, None, plan, machine=H200)
+    together = multiply(x, packed, None, plan, gpu=H200)
     for m in ROWS:
-        assert torch.equal(multiply(x[-m:], packed, None, plan, machine=H200), together[-m:])
+        assert torch.equal(multiply(x[-m:], packed, None, plan, gpu=H200), together[-m:])
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import torch
 
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig
 from halfbyte.linear.w4a16.cuda import CudaKernel, _variant
-from halfbyte.linear.w4a16.gemv.plan import Machine
-from halfbyte.linear.w4a16.machine import machine_of
+from halfbyte.linear.w4a16.gemv.plan import Gpu
+from halfbyte.linear.w4a16.gpu import gpu_of
 from linear.cases import assert_close_enough, random_input, random_layer
-from linear.machines import H200, RTX_3090
+from linear.gpus import H200, RTX_3090
 
 CONFIG = NvFp4LinearLayerConfig(
     n=64, k=128, dtype=torch.bfloat16, device_type="cuda", compute_capability=90
@@ -50,7 +50,7 @@ def test_says_what_it_cannot_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "machine", "expected"),
+    ("m", "gpu", "expected"),
     [
         (1, H200, "gemv"),
         (16, H200, "gemv"),
@@ -61,14 +61,14 @@ def test_says_what_it_cannot_do() -> None:
         (1000, RTX_3090, "dequant"),
     ],
 )
-def test_variant_for_a_number_of_tokens(m: int, machine: Machine, expected: str) -> None:
+def test_variant_for_a_number_of_tokens(m: int, gpu: Gpu, expected: str) -> None:
     for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
-        assert _variant(m, n, k, machine) == expected
+        assert _variant(m, n, k, gpu) == expected
 
 
 @pytest.mark.gpu
 def test_an_h200_answers_as_the_plans_are_tested() -> None:
-    found = machine_of(0)
+    found = gpu_of(0)
     if (found.capability, found.num_sms) != (90, 132):
         pytest.skip("an SM90 with 132 SMs")
     assert found == H200

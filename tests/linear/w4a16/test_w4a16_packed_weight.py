@@ -15,7 +15,7 @@ from halfbyte.linear.w4a16.packed_weight import (
     unpack_weight,
 )
 from halfbyte.numerics import e2m1, e4m3, nvfp4
-from linear.machines import H200
+from linear.gpus import H200
 from machine_code import assert_copies_have_descriptors, compiled, disassembled
 from slow import slow
 

@@ -34,7 +34,7 @@ _SMALL_WINDOW = 512
 class TritonTarget:
     """What Triton's kernels run on: a GPU, or the interpreter on a CPU. Plans depend on it.
 
-    Plans of CUDA C++ kernels depend on more (`linear.w4a16.gemv.plan.Machine`).
+    Plans of CUDA C++ kernels depend on more (`linear.w4a16.gemv.plan.Gpu`).
     """
 
     capability: int

@@ -22,9 +22,9 @@ from halfbyte.linear.w4a16.dequant.launcher import compile_unpack, linear_unpack
 from halfbyte.linear.w4a16.gemm_sm90.launcher import compile_gemm, gemm_product
 from halfbyte.linear.w4a16.gemm_sm90.plan import make_plan as make_gemm_plan
 from halfbyte.linear.w4a16.gemv.launcher import compile_gemv, gemv_product
-from halfbyte.linear.w4a16.gemv.plan import MAX_K, Machine
+from halfbyte.linear.w4a16.gemv.plan import MAX_K, Gpu
 from halfbyte.linear.w4a16.gemv.plan import make_plan as make_gemv_plan
-from halfbyte.linear.w4a16.machine import machine_of
+from halfbyte.linear.w4a16.gpu import gpu_of
 from halfbyte.linear.w4a16.packed_weight import (
     DTYPES,
     TILE_K,
@@ -74,7 +74,7 @@ def _product(
     m = shape.numel() // k
     if not m:
         return partial(_of_no_tokens, n)
-    variant = "gemv" if batch_invariant else _variant(m, n, k, machine_of(device))
+    variant = "gemv" if batch_invariant else _variant(m, n, k, gpu_of(device))
     if variant == "gemv":
         return gemv_product(shape, n, dtype, device, batch_invariant, None)
     if variant == "gemm":
@@ -86,12 +86,12 @@ def _of_no_tokens(n: int, x: torch.Tensor, *weights: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _variant(m: int, n: int, k: int, machine: Machine) -> Literal["gemv", "gemm", "dequant"]:
+def _variant(m: int, n: int, k: int, gpu: Gpu) -> Literal["gemv", "gemm", "dequant"]:
     """The variant with the lowest estimated time for m tokens."""
-    if machine.capability != 90:
+    if gpu.capability != 90:
         return "gemv" if m <= _MAX_GEMV_TOKENS else "dequant"
-    gemv = make_gemv_plan(n, k, m, machine).microseconds(n, k, m, machine)
-    gemm = make_gemm_plan(n, k, m, machine.num_sms).microseconds(k, m)
+    gemv = make_gemv_plan(n, k, m, gpu).microseconds(n, k, m, gpu)
+    gemm = make_gemm_plan(n, k, m, gpu.num_sms).microseconds(k, m)
     return "gemv" if gemv < gemm + _GEMM_MICROSECONDS else "gemm"
 
 
@@ -150,7 +150,7 @@ class CudaKernel(RowScaledKernel):
         device = packed.weight.device
         compile_gemv(packed, self.config.batch_invariant, device.index)
         compile_unpack(packed.dtype, device.index)
-        if machine_of(device.index).capability == 90 and not self.config.batch_invariant:
+        if gpu_of(device.index).capability == 90 and not self.config.batch_invariant:
             compile_gemm(packed.dtype, device.index)
         # The kernels read weights before the previous kernel has ended (dependent launch).
         torch.cuda.current_stream(device).synchronize()

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 
 from halfbyte.dispatch import Answer, missing_module
-from halfbyte.linear.w4a16.machine import machine_of
+from halfbyte.linear.w4a16.gpu import gpu_of
 from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op, matrices_of
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.cuda import launcher as streamed
@@ -55,10 +55,10 @@ def _variant(
     num_pairs: int, works: tuple[Work, Work], device: int
 ) -> Literal["streaming", "gemm", "triton"]:
     """The kernels for so many pairs: `experts.cu`, `gemm.cu` or Triton's."""
-    machine, num_experts = machine_of(device), works[0].num_experts
+    gpu, num_experts = gpu_of(device), works[0].num_experts
     tokens = None
-    if machine.capability == 90 and num_pairs <= MAX_PAIRS:
-        tokens = choose_tokens(works, num_pairs, machine.block_bytes, machine.num_sms)
+    if gpu.capability == 90 and num_pairs <= MAX_PAIRS:
+        tokens = choose_tokens(works, num_pairs, gpu.block_bytes, gpu.num_sms)
     is_faster = tokens is None or num_pairs <= _MAX_MEAN_BESIDE_GEMM * num_experts
     if is_small(num_pairs, num_experts) and is_faster:
         return "streaming"
@@ -108,6 +108,6 @@ class CudaKernel(AsLoadedKernel):
             gate_up, down = matrices_of(tensors, "gate_up"), matrices_of(tensors, "down")
             device = experts.device.index or 0
             streamed.compile_experts(gate_up, down, experts.activation, self.config.dtype, device)
-            if machine_of(device).capability == 90:
+            if gpu_of(device).capability == 90:
                 gemm.compile_gemm(gate_up, down, experts.activation, self.config.dtype, device)
         return tensors

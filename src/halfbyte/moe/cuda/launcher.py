@@ -10,7 +10,7 @@ import torch
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory, allocate
 from halfbyte.kernels.runtime.parameters import KernelArguments
-from halfbyte.linear.w4a16.machine import dtype_macros, machine_of
+from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
 from halfbyte.moe.as_loaded import Matrices
 from halfbyte.moe.cuda.pairs import DTYPES, Pairs, pairs_of
 from halfbyte.moe.cuda.plan import ProductPlan, Work, make_plan, max_entries, usual_plans
@@ -73,7 +73,7 @@ def _launch(
     """`[pairs, N/2]` of the first product, or without activation `[pairs, N]` of the second."""
     device = x.get_device()
     work = work_of(matrices, activation)
-    machine = machine_of(device)
+    gpu = gpu_of(device)
     plan = _plan(work, m, pairs.top_k, device)
     pairs.columns_log2 = plan.columns.bit_length() - 1
     entries = max_entries(pairs.count, work.num_experts, plan.columns)
@@ -82,9 +82,9 @@ def _launch(
     columns = work.n if activation is None else work.n // 2
     out = allocate(Memory.contiguous((pairs.count, columns), x.dtype), device)
     arguments.bind(weight=matrices.weight, x=x, out=out)
-    kernel = _product_kernel(x.dtype, plan.macros(work), machine.block_bytes, device)
+    kernel = _product_kernel(x.dtype, plan.macros(work), gpu.block_bytes, device)
     kernel = kernel._replace(shared_bytes=plan.shared_bytes(work, pairs.count))
-    grid = plan.grid(work, pairs.count, machine.num_sms)
+    grid = plan.grid(work, pairs.count, gpu.num_sms)
     nvrtc.launch(kernel, grid, plan.threads, (arguments.params,), overlap=True)
     return out
 
@@ -134,12 +134,12 @@ def compile_experts(
     gate_up: Matrices, down: Matrices, activation: GatedActivation, dtype: torch.dtype, device: int
 ) -> None:
     """Compile every kernel that a layer may need, so that graph capture compiles nothing."""
-    machine = machine_of(device)
+    gpu = gpu_of(device)
     works = work_of(gate_up, activation), work_of(down, None)
-    variants = {plan.macros(work) for work in works for plan in usual_plans(work, machine)}
+    variants = {plan.macros(work) for work in works for plan in usual_plans(work, gpu)}
 
     def compile_one(macros: tuple[tuple[str, int], ...]) -> None:
-        _product_kernel(dtype, macros, machine.block_bytes, device)
+        _product_kernel(dtype, macros, gpu.block_bytes, device)
 
     with ThreadPoolExecutor(len(variants)) as pool:
         list(pool.map(compile_one, variants))
@@ -148,7 +148,7 @@ def compile_experts(
 
 @lru_cache(maxsize=4096)
 def _plan(work: Work, m: int, top_k: int, device: int) -> ProductPlan:
-    return make_plan(work, m, top_k, machine_of(device))
+    return make_plan(work, m, top_k, gpu_of(device))
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ from functools import lru_cache
 from math import ceil, exp
 from typing import NamedTuple
 
-from halfbyte.linear.w4a16.gemv.plan import Machine
+from halfbyte.linear.w4a16.gemv.plan import Gpu
 from halfbyte.moe.experts import BLOCK_SIZES, WeightFormat
 
 MAX_MEAN = 8
@@ -174,35 +174,35 @@ def is_small(num_pairs: int, num_experts: int) -> bool:
     return num_pairs <= min(MAX_PAIRS, MAX_MEAN * num_experts)
 
 
-def make_plan(work: Work, m: int, top_k: int, machine: Machine) -> ProductPlan:
+def make_plan(work: Work, m: int, top_k: int, gpu: Gpu) -> ProductPlan:
     """The plan for M tokens.
 
     Raises:
         ValueError: a K whose tokens do not fit into shared memory.
     """
-    return _plan_of(work, 1 << (m - 1).bit_length(), m * top_k, machine)
+    return _plan_of(work, 1 << (m - 1).bit_length(), m * top_k, gpu)
 
 
 @lru_cache(maxsize=256)
-def usual_plans(work: Work, machine: Machine) -> set[ProductPlan]:
+def usual_plans(work: Work, gpu: Gpu) -> set[ProductPlan]:
     """Plans of all calls that `is_small`."""
     return {
-        _plan_of(work, columns, num_pairs, machine)
+        _plan_of(work, columns, num_pairs, gpu)
         for columns in (1, 2, 4, 8, 16)
         for num_pairs in range(1, min(MAX_PAIRS, MAX_MEAN * work.num_experts) + 1)
     }
 
 
-def _plan_of(work: Work, columns: int, num_pairs: int, machine: Machine) -> ProductPlan:
+def _plan_of(work: Work, columns: int, num_pairs: int, gpu: Gpu) -> ProductPlan:
     """The plan with the least estimated time; no entry needs more than so many columns."""
     mean = num_pairs / work.num_experts
     max_mean = next((x for x in _COLUMNS if mean <= x), MAX_MEAN)
-    plans = _possible_plans(work, min(columns, _COLUMNS[max_mean]), max_mean, machine)
-    return min(plans, key=lambda plan: plan.cost(work, num_pairs, machine.num_sms))
+    plans = _possible_plans(work, min(columns, _COLUMNS[max_mean]), max_mean, gpu)
+    return min(plans, key=lambda plan: plan.cost(work, num_pairs, gpu.num_sms))
 
 
 @lru_cache(maxsize=4096)
-def _possible_plans(work: Work, columns: int, max_mean: int, machine: Machine) -> list[ProductPlan]:
+def _possible_plans(work: Work, columns: int, max_mean: int, gpu: Gpu) -> list[ProductPlan]:
     """Plans by the warps that share k, and by warps per SM."""
     # Not the call's number of pairs, so that there are few variants to compile.
     num_pairs = min(MAX_PAIRS, max_mean * work.num_experts)
@@ -212,7 +212,7 @@ def _possible_plans(work: Work, columns: int, max_mean: int, machine: Machine) -
         for split in range(1, _MAX_SPLIT + 1):
             for options in _OPTIONS_OF_MANY if is_large else _OPTIONS:
                 fitting = (
-                    _fitting(work, columns, split, option, num_pairs, machine) for option in options
+                    _fitting(work, columns, split, option, num_pairs, gpu) for option in options
                 )
                 plans += [plan for plan in fitting if plan is not None][:1]
         if plans:
@@ -227,12 +227,12 @@ def _fitting(
     split: int,
     option: _Option,
     num_pairs: int,
-    machine: Machine,
+    gpu: Gpu,
 ) -> ProductPlan | None:
     """The plan of an option, unless shared memory has no room, or a warp would wait for another."""
     groups = option.warps // split
     ctas = option.warps * option.ctas // (split * groups)
     plan = ProductPlan(columns, split, groups, option.stages, ctas, option.parts)
     taken = plan.shared_bytes(work, num_pairs) + _RESERVED_BYTES
-    fits = taken * ctas <= machine.block_bytes + _RESERVED_BYTES
+    fits = taken * ctas <= gpu.block_bytes + _RESERVED_BYTES
     return plan if fits and work.items(option.parts) % split == 0 else None

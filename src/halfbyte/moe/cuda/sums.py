@@ -8,7 +8,7 @@ import torch
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory, allocate
 from halfbyte.kernels.runtime.parameters import KernelArguments
-from halfbyte.linear.w4a16.machine import dtype_macros
+from halfbyte.linear.w4a16.gpu import dtype_macros
 from halfbyte.moe.cuda.pairs import Pairs
 
 _THREADS, _COLUMNS, _SORTED_COLUMNS = 128, 4, 8

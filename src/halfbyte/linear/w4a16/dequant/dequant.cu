@@ -71,5 +71,5 @@ extern "C" __global__ void __launch_bounds__(128) linear_unpack(Params p) {
       *(uint4*)(p.out + (u64)(row + i) * p.k + k) = *(const uint4*)(rows + i * ROW_BYTES + lane * 16);
 }
 
-// Empty kernel, for the occupancy query of max active clusters (machine.py).
+// Empty kernel, for the occupancy query of max active clusters (gpu.py).
 extern "C" __global__ void __launch_bounds__(1024) linear_probe() {}

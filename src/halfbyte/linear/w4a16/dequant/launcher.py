@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.tensor_maps import box_rows
-from halfbyte.linear.w4a16.machine import dtype_macros
+from halfbyte.linear.w4a16.gpu import dtype_macros
 from halfbyte.linear.w4a16.packed_weight import TILE_N
 
 _MAX_UNPACKED_BYTES = 2**28

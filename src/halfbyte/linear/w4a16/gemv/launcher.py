@@ -31,7 +31,7 @@ from halfbyte.linear.w4a16.gemv.plan import (
     make_plan,
     row_units,
 )
-from halfbyte.linear.w4a16.machine import dtype_macros, machine_of
+from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
 from halfbyte.linear.w4a16.packed_weight import TILE_K, PackedWeight
 
 _MAX_PARTIAL_BYTES = 2**28
@@ -93,8 +93,8 @@ class GemvProduct:
     ) -> None:
         *outer, k = shape
         m = shape.numel() // k
-        machine = machine_of(device)
-        self._plan = plan = plan or make_plan(n, k, m, machine, batch_invariant)
+        gpu = gpu_of(device)
+        self._plan = plan = plan or make_plan(n, k, m, gpu, batch_invariant)
         units = row_units(n)
         self._m, self._n, self._device = m, n, device
         self._out = Memory.contiguous((*outer, n), dtype)
@@ -104,12 +104,12 @@ class GemvProduct:
             columns = units * UNIT_ROWS
             self._chunks = -(-m // max(1, _MAX_PARTIAL_BYTES // (4 * plan.split * columns)))
             self._partial = Memory.contiguous((plan.split, m, columns), torch.float32)
-        kernels = _gemv_kernels(dtype, _gemv_macros(plan, n, k, m), machine.block_bytes, device)
+        kernels = _gemv_kernels(dtype, _gemv_macros(plan, n, k, m), gpu.block_bytes, device)
         self._kernel = kernels.gemv._replace(shared_bytes=plan.shared_bytes(n, k, m))
         self._grid, self._threads = plan.ctas_in_grid(m), 32 * plan.warps
         self._join, self._join_grid = kernels.join, -(-m * units * UNIT_ROWS // _JOIN_THREADS)
         self._work = bytes(_GemvWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units))
-        has_tma = machine.capability >= 90
+        has_tma = gpu.capability >= 90
         self._pad = -k % BOX_K if has_tma else 0  # TMA reads whole boxes: K is padded with zeros
         self._k = k = k + self._pad
         tokens_of_box, boxes = plan.tokens_of_box(m), plan.slice_blocks(k) * (TILE_K // BOX_K)
@@ -200,13 +200,13 @@ def run(
 
 def compile_gemv(packed: PackedWeight, batch_invariant: bool, device: int) -> None:
     """Compile every kernel that a weight may need, so that graph capture compiles nothing."""
-    machine = machine_of(device)
+    gpu = gpu_of(device)
     n, k = packed.n, packed.k
-    plans = {m: make_plan(n, k, m, machine, batch_invariant) for m in PLANNED_M}
+    plans = {m: make_plan(n, k, m, gpu, batch_invariant) for m in PLANNED_M}
     variants = {_gemv_macros(plan, n, k, m) for m, plan in plans.items()}
 
     def compile_one(macros: tuple[tuple[str, int], ...]) -> None:
-        _gemv_kernels(packed.dtype, macros, machine.block_bytes, device)
+        _gemv_kernels(packed.dtype, macros, gpu.block_bytes, device)
 
     with ThreadPoolExecutor(len(variants)) as pool:
         list(pool.map(compile_one, variants))

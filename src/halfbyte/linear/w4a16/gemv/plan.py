@@ -94,7 +94,7 @@ class _Costs(NamedTuple):
 _COSTS = _Costs()
 
 
-class Machine(NamedTuple):
+class Gpu(NamedTuple):
     """Limits of a GPU, as its driver reports them, that plans of CUDA C++ kernels depend on."""
 
     capability: int
@@ -188,13 +188,13 @@ class GemvPlan(NamedTuple):
             + (self.warps + units - 1) * self.column_tiles * _SLOT_BYTES
         )
 
-    def microseconds(self, n: int, k: int, m: int, machine: Machine) -> float:
+    def microseconds(self, n: int, k: int, m: int, gpu: Gpu) -> float:
         """Estimated time of a call within a CUDA graph."""
-        c, num_sms = _COSTS, machine.num_sms
+        c, num_sms = _COSTS, gpu.num_sms
         columns, units = min(m, self.columns), self.units(n)
         blocks = -(-k_blocks(k) // self.split)
         grid = self.passes(m) * self.groups
-        waves = -(-grid // machine.at_once(self.split, self.join, self.ctas))
+        waves = -(-grid // gpu.at_once(self.split, self.join, self.ctas))
         resident = min(self.ctas, -(-grid * self.split // num_sms))
         rounds = -(-units // self.round_units)
         # The warp with the most items decides how long a round takes.
@@ -228,13 +228,13 @@ def k_blocks(k: int) -> int:
     return -(-k // TILE_K)
 
 
-def make_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool = False) -> GemvPlan:
+def make_plan(n: int, k: int, m: int, gpu: Gpu, batch_invariant: bool = False) -> GemvPlan:
     """The plan with the lowest estimated time.
 
     Args:
         n, k: of the weight.
         m: tokens, any number.
-        machine: the GPU.
+        gpu: what plans depend on.
         batch_invariant: the order of summation must be the same for every m: only the number of
             column tiles and of stages may depend on m, the rest is optimized for M up to 16.
 
@@ -242,34 +242,33 @@ def make_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool = 
         ValueError: x does not fit into the GPU's shared memory; cannot happen up to `MAX_K`.
     """
     m = next((rows for rows in PLANNED_M if rows >= m), PLANNED_M[-1])
-    return _make_plan(n, k, m, machine, batch_invariant)
+    return _make_plan(n, k, m, gpu, batch_invariant)
 
 
 @lru_cache(maxsize=4096)
-def _make_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool) -> GemvPlan:
+def _make_plan(n: int, k: int, m: int, gpu: Gpu, batch_invariant: bool) -> GemvPlan:
     """`make_plan` for m in `PLANNED_M`, so that a new prompt length hits the cache."""
     if not batch_invariant:
-        return min(_plans(n, k, m, machine), key=lambda p: p.microseconds(n, k, m, machine))
-    plan = _invariant_plan(n, k, machine)
-    variants = list(_variants(plan, n, k, m, machine))
-    return min(variants, key=lambda p: p.microseconds(n, k, m, machine))
+        return min(_plans(n, k, m, gpu), key=lambda p: p.microseconds(n, k, m, gpu))
+    plan = _invariant_plan(n, k, gpu)
+    variants = list(_variants(plan, n, k, m, gpu))
+    return min(variants, key=lambda p: p.microseconds(n, k, m, gpu))
 
 
 @lru_cache(maxsize=4096)
-def _invariant_plan(n: int, k: int, machine: Machine) -> GemvPlan:
+def _invariant_plan(n: int, k: int, gpu: Gpu) -> GemvPlan:
     """The plan with the least total time over `PLANNED_M` up to `_INVARIANT_M`."""
 
     def microseconds(plan: GemvPlan) -> float:
         rows = [m for m in PLANNED_M if m <= _INVARIANT_M]
         return sum(
-            min(p.microseconds(n, k, m, machine) for p in _variants(plan, n, k, m, machine))
-            for m in rows
+            min(p.microseconds(n, k, m, gpu) for p in _variants(plan, n, k, m, gpu)) for m in rows
         )
 
-    return min(_plans(n, k, _INVARIANT_M, machine), key=microseconds)
+    return min(_plans(n, k, _INVARIANT_M, gpu), key=microseconds)
 
 
-def _variants(plan: GemvPlan, n: int, k: int, m: int, machine: Machine) -> list[GemvPlan]:
+def _variants(plan: GemvPlan, n: int, k: int, m: int, gpu: Gpu) -> list[GemvPlan]:
     """Plans with the same order of summation, `plan` included; only measured ones if any fit."""
     variants = [
         variant
@@ -277,7 +276,7 @@ def _variants(plan: GemvPlan, n: int, k: int, m: int, machine: Machine) -> list[
         for stages in range(1, _MAX_STAGES + 1)
         for variant in (plan._replace(column_tiles=tiles, stages=stages),)
         if tiles <= min(_wanted_tiles(m), _MAX_TILES // (plan.warps * plan.ctas))
-        and variant.shared_bytes(n, k, m) <= machine.bytes_of_cta(plan.ctas)
+        and variant.shared_bytes(n, k, m) <= gpu.bytes_of_cta(plan.ctas)
     ]
     shapes = _SHAPES_OF_CTAS[plan.join]
     return [p for p in variants if (p.warps, p.stages, p.ctas) in shapes] or variants
@@ -287,24 +286,24 @@ def _wanted_tiles(m: int) -> int:
     return next((tiles for tiles in _COLUMN_TILES if 8 * tiles >= m), _COLUMN_TILES[-1])
 
 
-def _plans(n: int, k: int, m: int, machine: Machine) -> list[GemvPlan]:
+def _plans(n: int, k: int, m: int, gpu: Gpu) -> list[GemvPlan]:
     small: _Shapes = ((_SMALLEST_SHAPE,),) * 3
     for shapes, splits in ((_SHAPES_OF_CTAS, _SPLITS), (small, _SPLITS), (small, _MORE_SPLITS)):
-        if plans := list(_plans_of(shapes, splits, n, k, m, machine)):
+        if plans := list(_plans_of(shapes, splits, n, k, m, gpu)):
             return plans
-    raise ValueError(f"k={k}: needs more shared memory than the GPU's {machine.block_bytes}")
+    raise ValueError(f"k={k}: needs more shared memory than the GPU's {gpu.block_bytes}")
 
 
 def _plans_of(
-    shapes: _Shapes, splits: tuple[int, ...], n: int, k: int, m: int, machine: Machine
+    shapes: _Shapes, splits: tuple[int, ...], n: int, k: int, m: int, gpu: Gpu
 ) -> Iterator[GemvPlan]:
-    for split, join in _splits_and_joins(splits, k, machine):
+    for split, join in _splits_and_joins(splits, k, gpu):
         for tiles in _COLUMN_TILES:
             for warps, stages, ctas in shapes[join]:
                 if tiles <= min(_wanted_tiles(m), _MAX_TILES // (warps * ctas)):
-                    groups = _even_groups(n, machine.at_once(split, join, ctas))
+                    groups = _even_groups(n, gpu.at_once(split, join, ctas))
                     plan = GemvPlan(tiles, split, join, groups, warps, stages, ctas)
-                    fitted = _fitted(plan, n, k, m, machine.bytes_of_cta(ctas))
+                    fitted = _fitted(plan, n, k, m, gpu.bytes_of_cta(ctas))
                     if fitted:
                         yield fitted
 
@@ -315,12 +314,10 @@ def _even_groups(n: int, max_groups: int) -> int:
     return -(-units // -(-units // max_groups))
 
 
-def _splits_and_joins(
-    splits: tuple[int, ...], k: int, machine: Machine
-) -> Iterator[tuple[int, int]]:
+def _splits_and_joins(splits: tuple[int, ...], k: int, gpu: Gpu) -> Iterator[tuple[int, int]]:
     for split in splits:
-        joins = (0,) if split == 1 else (1, 2) if split == PAIR and machine.pairs else (2,)
-        if split <= k_blocks(k) and split <= machine.num_sms:
+        joins = (0,) if split == 1 else (1, 2) if split == PAIR and gpu.pairs else (2,)
+        if split <= k_blocks(k) and split <= gpu.num_sms:
             for join in joins:
                 yield split, join
 

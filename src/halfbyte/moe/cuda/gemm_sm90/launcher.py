@@ -17,7 +17,7 @@ from halfbyte.kernels.runtime.tensor_maps import (
     tensor_map,
     tensor_map_of_experts,
 )
-from halfbyte.linear.w4a16.machine import dtype_macros, machine_of
+from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
 from halfbyte.moe.as_loaded import Matrices
 from halfbyte.moe.cuda.gemm_sm90.plan import (
     SORT_THREADS,
@@ -102,9 +102,9 @@ def run(
     device, num_pairs = hidden.get_device(), topk_ids.numel()
     if num_pairs == 0:
         return torch.empty_like(hidden)
-    machine = machine_of(device)
+    gpu = gpu_of(device)
     works = work_of(gate_up, activation), work_of(down, None)
-    tokens = tokens or choose_tokens(works, num_pairs, machine.block_bytes, machine.num_sms)
+    tokens = tokens or choose_tokens(works, num_pairs, gpu.block_bytes, gpu.num_sms)
     if tokens is None:
         raise ValueError(f"{works}: no room in shared memory")
     pairs = pairs_of(topk_ids, topk_weights, works[0].num_experts)
@@ -138,7 +138,7 @@ def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sort
         tiles=found.tiles,
         num_tiles=found.num_tiles,
     )
-    grid = min(2 * machine_of(device).num_sms, -(-pairs.count // (SORT_THREADS // 32)))
+    grid = min(2 * gpu_of(device).num_sms, -(-pairs.count // (SORT_THREADS // 32)))
     shared_bytes = 8 * num_experts + 4 * -(-pairs.count // grid)
     kernel = _sort_kernel(device)._replace(shared_bytes=shared_bytes)
     nvrtc.launch(kernel, grid, SORT_THREADS, (arguments.params,), overlap=True)
@@ -184,11 +184,11 @@ def _kernel_of(
     work: Work, tokens: int, dtype: torch.dtype, device: int
 ) -> tuple[nvrtc.Kernel, int]:
     """The kernel of a product, and how many of its clusters are resident."""
-    machine = machine_of(device)
-    plan = make_plan(work, tokens, machine.block_bytes)
+    gpu = gpu_of(device)
+    plan = make_plan(work, tokens, gpu.block_bytes)
     assert plan is not None, "`choose_tokens` has checked it"
     kernel = _gemm_kernel(dtype, plan.macros(work), plan.shared_bytes(work), device)
-    return kernel, plan.ctas * machine.num_sms // 2
+    return kernel, plan.ctas * gpu.num_sms // 2
 
 
 def _padded(k: int) -> int:
@@ -222,7 +222,7 @@ def compile_gemm(
     gate_up: Matrices, down: Matrices, activation: GatedActivation, dtype: torch.dtype, device: int
 ) -> None:
     """Compile every kernel that a layer may need, so that graph capture compiles nothing."""
-    block_bytes = machine_of(device).block_bytes
+    block_bytes = gpu_of(device).block_bytes
     works = work_of(gate_up, activation), work_of(down, None)
     plans = [(work, make_plan(work, tokens, block_bytes)) for tokens in TOKENS for work in works]
     possible = [(work, plan) for work, plan in plans if plan is not None]

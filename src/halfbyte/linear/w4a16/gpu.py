@@ -7,12 +7,12 @@ import torch
 from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import num_sms
-from halfbyte.linear.w4a16.gemv.plan import PAIR, Machine
+from halfbyte.linear.w4a16.gemv.plan import PAIR, Gpu
 from halfbyte.linear.w4a16.packed_weight import DTYPES
 
 
 @lru_cache(maxsize=8)
-def machine_of(device: int) -> Machine:
+def gpu_of(device: int) -> Gpu:
     """The properties of a GPU that plans depend on."""
     from cuda.bindings import driver
 
@@ -22,7 +22,7 @@ def machine_of(device: int) -> Machine:
     status, block_bytes = driver.cuDeviceGetAttribute(attribute, handle)
     if int(status):
         raise RuntimeError(f"CUDA: {status.name} ({int(status)})")
-    return Machine(
+    return Gpu(
         capability,
         block_bytes,
         num_sms(device),
