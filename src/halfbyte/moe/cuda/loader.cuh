@@ -89,7 +89,7 @@ struct Loader {
   __device__ __forceinline__ void step(u32 slot) {
     if (unit < end) {
       const int lane = threadIdx.x & 31;
-      // Where a lane of `Item` reads the 16 bytes.
+      // Where `Part` reads the 16 bytes.
       const u32 to = slot + (lane / 8 * 4 + lane % 4) * 16 + lane / 4 % 2 * 512;
 #pragma unroll
       for (int part = 0; part < PARTS; part++) {
