@@ -41,8 +41,8 @@ def run(
     """`moe_experts` in CUDA C++ for few tokens per expert, see `experts.cu`.
 
     Never syncs the GPU; launches and sizes depend on shapes alone, so that a call can be captured
-    in a CUDA graph, after `compile_experts` or a first call. A token's bits do not depend on the
-    other tokens.
+    in a CUDA graph, after `compile_experts` or a first call. A token's bits depend on the number
+    of tokens, not on the other tokens' values and experts.
 
     Args:
         hidden: bfloat16 or float16 `[M, H]`, contiguous.

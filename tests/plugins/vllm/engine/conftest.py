@@ -52,12 +52,12 @@ def _bind_kernels_once() -> Iterator[None]:
         return
     from vllm.triton_utils import dispatcher
 
-    bind, seen = dispatcher._rebind_kernels, {0}
+    bind, bound = dispatcher._rebind_kernels, set[str]()
 
     def bind_if_new(overrides: object) -> None:
-        if len(sys.modules) not in seen:
+        if not bound.issuperset(sys.modules):
             bind(overrides)
-            seen.add(len(sys.modules))
+            bound.update(sys.modules)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatcher, "_rebind_kernels", bind_if_new)
