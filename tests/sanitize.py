@@ -1,4 +1,4 @@
-"""Small calls of our kernels for compute-sanitizer: attention, store, linear layers, experts.
+"""Small calls of our kernels for compute-sanitizer: attention, stores, linear layers, experts.
 
     compute-sanitizer --tool memcheck --report-api-errors no python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py decode wide experts
@@ -16,7 +16,13 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from attention.cases import Case, assert_close_to_exact, make_case
+from attention.cases import (
+    RECENT_CASES,
+    TRANSFORM_CASES,
+    Case,
+    assert_close_to_exact,
+    make_case,
+)
 from attention.prefill.dense_cases import inputs_of
 from halfbyte.attention import paged_attention
 from halfbyte.attention.prefill.key_ranges import KeyRanges
@@ -24,6 +30,11 @@ from halfbyte.kvcache import read_tokens, reshape_and_cache
 from halfbyte.layouts import PageLayout
 from halfbyte.moe import GPT_OSS, SWIGLU, moe_experts
 from halfbyte.numerics import nvfp4
+from kvcache.store.recipe_cases import (
+    RECIPE_OPTIONS,
+    WEIGHTED_OPTIONS,
+    assert_stored_as_by_the_reference,
+)
 from linear.cases import random_input, random_layer
 from moe.cases import (
     LIMITED,
@@ -110,8 +121,8 @@ ROUTED: dict[str, tuple[int, int]] = {
 """Tokens and experts per token: many are a case of `gemm.cu` on SM90, elsewhere of Triton."""
 
 
-def attend(case: Case, backend: str, **options: Any) -> None:
-    """On the GPU, against float64 on the CPU."""
+def attend(case: Case, backend: str | None, **options: Any) -> None:
+    """On the GPU, against float64 on the CPU; without a backend, on the fastest."""
     arguments: dict[str, Any] = {
         name: value.cuda() if isinstance(value, torch.Tensor) else value
         for name, value in case.arguments().items()
@@ -193,6 +204,17 @@ def store() -> None:
             reshape_and_cache(*given, on_gpu, slots.cuda(), layout, 0.002, 0.003)
             reshape_and_cache(key, value, pages, slots, layout, 0.002, 0.003, backend="reference")
             assert torch.equal(on_gpu.cpu(), pages)
+
+
+def recipes() -> None:
+    """Decode and prefill of transformed K, with last tokens in rings; stores of every recipe."""
+    for name, options in (*TRANSFORM_CASES.items(), *RECENT_CASES.items()):
+        for backend in (None, "triton"):
+            print("recipes", name, backend, flush=True)
+            attend(make_case(**options), backend)
+    for options in RECIPE_OPTIONS + WEIGHTED_OPTIONS:
+        print("recipes", options, flush=True)
+        assert_stored_as_by_the_reference(reshape_and_cache, options, BF16, "cuda")
 
 
 def linear() -> None:
@@ -307,7 +329,19 @@ def tiles() -> None:
 
 PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
-    for part in (decode, wide, triton, prefill, store, linear, unpacked, cuts, experts, tiles)
+    for part in (
+        decode,
+        wide,
+        triton,
+        prefill,
+        store,
+        recipes,
+        linear,
+        unpacked,
+        cuts,
+        experts,
+        tiles,
+    )
 }
 
 
