@@ -112,12 +112,12 @@ def stream(*chunks: bytes, complete: bool = True) -> Reply:
     return reply
 
 
-def hold(*chunks: bytes, give_up_s: float = 20.0) -> Reply:
+def hold(*chunks: bytes) -> Reply:
     """An event stream that continues with comments until the client closes the connection."""
 
     def reply(handler: _Handler) -> None:
         handler.start(200, Content_Type="text/event-stream", Transfer_Encoding="chunked")
-        end = time.monotonic() + give_up_s
+        end = time.monotonic() + 20
         try:
             for chunk in chunks:
                 handler.send_chunk(chunk)

@@ -29,8 +29,8 @@ DENSE_SPECS: list[KVCacheSpec] = [
 ]
 
 
-def random_pool(specs: list[KVCacheSpec], num_pages: int = 5) -> PagedKVPool:
-    pool = PagedKVPool(specs, num_pages)
+def random_pool(specs: list[KVCacheSpec]) -> PagedKVPool:
+    pool = PagedKVPool(specs, 5)
     pool.buffer.copy_(sentinel(*pool.buffer.shape))
     return pool
 

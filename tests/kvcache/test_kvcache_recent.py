@@ -13,8 +13,8 @@ NVFP4 = FullAttentionSpec(16, 2, 32, kv_cache_dtype="nvfp4", dtype=torch.float32
 FP8 = FullAttentionSpec(16, 2, 32, kv_cache_dtype="fp8", dtype=torch.float32)
 
 
-def make_tables(tokens: int = 20, pages: int = 40) -> SequenceTables:
-    pool = PagedKVPool([NVFP4, FP8], pages)
+def make_tables(tokens: int = 20) -> SequenceTables:
+    pool = PagedKVPool([NVFP4, FP8], 40)
     recent = RecentTokens.of(pool.plan, KVRecipe(recent_tokens=tokens), torch.float32, capacity=2)
     assert recent is not None
     return SequenceTables(pool, recent=recent)

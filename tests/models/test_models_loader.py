@@ -135,10 +135,10 @@ def declare(folder: Path, **fields: object) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **fields}))
 
 
-def add_tensors(folder: Path, name: str, side_names: tuple[str, ...] = ("k", "v")) -> None:
+def add_tensors(folder: Path, name: str) -> None:
     weights = load_file(folder / "model.safetensors")
     for layer in range(4):
-        for side in side_names:
+        for side in ("k", "v"):
             weights[name.format(layer=layer, side=side)] = torch.tensor(0.02)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -10,8 +10,8 @@ from halfbyte.numerics import nvfp4
 from numerics import brute_force
 
 
-def scale_of(block: list[float], recipe: nvfp4.Recipe = "four_over_six") -> float:
-    _, scales = nvfp4.quantize(torch.tensor(block), 1.0, recipe)
+def scale_of(block: list[float]) -> float:
+    _, scales = nvfp4.quantize(torch.tensor(block), 1.0, "four_over_six")
     return float(scales.float())
 
 

@@ -17,9 +17,9 @@ from halfbyte.numerics.weighted_rounding import (
 G = 0.0137
 
 
-def random_moment(size: int, heads: int = 1, seed: int = 0) -> torch.Tensor:
+def random_moment(size: int, heads: int = 1) -> torch.Tensor:
     """E[q q^T] of queries mostly in a few directions: float64 `[heads, size, size]`."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     q = torch.randn(heads, 4 * size, size, generator=generator, dtype=torch.float64)
     q = q * torch.logspace(0, -2, size, dtype=torch.float64)
     turn = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]

@@ -32,14 +32,11 @@ def test_positions_of_queries() -> None:
     assert QueryPositions.of(starts[:1], lengths[:0], 2).sequences.tolist() == [-1, -1]
 
 
-def assert_transformed(
-    transform_queries: Any, case: Case, device: str, bias_error: float = 2.0**-18
-) -> None:
+def assert_transformed(transform_queries: Any, case: Case, device: str) -> None:
     """Compare with float64.
 
     Args:
         transform_queries: as that of `queries.launcher`; called with the scale 0.25.
-        bias_error: of `q . mean`, relative to the sum of its products' absolute values.
     """
     transform: KVTransform = case.options["transform"]
     inputs = inputs_of(case, device)
@@ -73,7 +70,7 @@ def assert_transformed(
             expected = 0.25 * torch.einsum("hd,thd->ht", q, means[:, heads].double())
             found = bias[token][:, torch.arange(first, position + 1) // segment]
             sizes = torch.einsum("hd,thd->ht", q.abs(), means[:, heads].double().abs())
-            assert ((found - expected).abs() <= bias_error * 0.25 * sizes).all()
+            assert ((found - expected).abs() <= 2.0**-18 * 0.25 * sizes).all()
             sees = first == 0 and _is_marked(case, slots)
             assert (indices[token] >= 0).all() == sees
             if sees:
