@@ -194,8 +194,8 @@ def test_current_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     capabilities = {2: (12, 0), 1: (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.pop)
-    uncached = dispatch.capability_of_gpu.__wrapped__
-    monkeypatch.setattr(dispatch, "capability_of_gpu", lru_cache(uncached))
+    uncached = dispatch.compute_capability_of_gpu.__wrapped__
+    monkeypatch.setattr(dispatch, "compute_capability_of_gpu", lru_cache(uncached))
     for _ in range(2):  # asked once
         assert dispatch.current_compute_capability() == 120
         assert dispatch.current_compute_capability(torch.device("cuda", 1)) == 90

@@ -1,4 +1,4 @@
-"""halfbyte: LLMs on an NVFP4 (4-bit) paged KV cache, on the hardware people own.
+"""halfbyte: LLMs on a paged KV cache in NVFP4 (4-bit), on CPUs and NVIDIA GPUs.
 
 The names below and the subpackages are imported lazily, so that `import halfbyte` stays light.
 """

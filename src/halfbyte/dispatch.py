@@ -162,11 +162,11 @@ def current_compute_capability(device: torch.device | None = None) -> int:
     if not torch.cuda.is_available():
         return CPU
     index = None if device is None else device.index
-    return capability_of_gpu(torch.cuda.current_device() if index is None else index)
+    return compute_capability_of_gpu(torch.cuda.current_device() if index is None else index)
 
 
 @lru_cache(maxsize=16)  # the query takes longer than many kernels
-def capability_of_gpu(index: int) -> int:
+def compute_capability_of_gpu(index: int) -> int:
     """Compute capability of an NVIDIA GPU by its index; cached."""
     major, minor = torch.cuda.get_device_capability(index)
     return major * 10 + minor

@@ -1,7 +1,7 @@
 """Lets `AutoModelForCausalLM.from_pretrained` load NVFP4 checkpoints once halfbyte is imported.
 
-transformers looks up quantizers by `quant_method`. It does not know `modelopt` and SGLang's names
-for it (with a suffix): it would load such a checkpoint without its weights, after a warning.
+transformers looks up quantizers by `quant_method`. It knows neither `modelopt` nor SGLang's names
+for it (`modelopt_fp4`, ...): after a warning it would load such a checkpoint without its weights.
 `compressed-tensors` belongs to the package of that name; halfbyte takes over only checkpoints that
 say `"provider": "halfbyte"`, and refuses NVFP4 experts in others: transformers (5.23) loads them
 without their global scales.

@@ -4,7 +4,7 @@ import torch
 
 from cuda_on_host import guarded
 from halfbyte.moe import SWIGLU, GatedActivation, PackedExperts
-from halfbyte.moe.as_loaded import Matrices
+from halfbyte.moe.as_loaded import MatrixTensors
 from halfbyte.moe.experts import ExpertMatrices, WeightFormat
 from moe.cases import LIMITED, random_experts
 
@@ -25,10 +25,10 @@ def moved(tensor: torch.Tensor) -> torch.Tensor:
     return guarded(raw.shape, torch.uint8).copy_(raw).view(tensor.dtype)
 
 
-def moved_matrices(matrices: ExpertMatrices) -> Matrices:
+def moved_matrices(matrices: ExpertMatrices) -> MatrixTensors:
     """The tensors of matrices, each `moved`."""
     scale, bias = matrices.global_scale, matrices.bias
-    return Matrices(
+    return MatrixTensors(
         moved(matrices.weight),
         moved(matrices.scales),
         None if scale is None else moved(scale),

@@ -27,7 +27,7 @@ def on_host() -> Iterator[None]:
     launcher._product_kernel.cache_clear()
     launcher._plan.cache_clear()
     with (
-        cuda_on_host.overlapping_kernels(SMALL_GPU.capability),
+        cuda_on_host.overlapping_kernels(SMALL_GPU.compute_capability),
         patch.object(launcher, "gpu_of", lambda device: SMALL_GPU),
         patch.object(launcher, "allocate", cuda_on_host.allocate),
         patch.object(sums, "allocate", cuda_on_host.allocate),

@@ -56,7 +56,7 @@ def interpret(
 
     def matrices(name: str) -> Any:
         found = getattr(experts, name)
-        return launcher.Matrices(found.weight, found.scales, found.global_scale, found.bias)
+        return launcher.MatrixTensors(found.weight, found.scales, found.global_scale, found.bias)
 
     result: torch.Tensor = launcher.moe_triton(
         hidden, matrices("gate_up"), matrices("down"), experts.activation, ids, weights, **options
@@ -128,7 +128,7 @@ def test_dense_layer_is_the_case_of_one_expert(dtype: torch.dtype) -> None:
         interpreted(f"halfbyte.moe.triton_{name}") for name in ("launcher", "routing")
     )
     ids, weights = torch.zeros(20, 1, dtype=torch.int64), torch.ones(20, 1)
-    matrices = launcher.Matrices(down.weight, down.scales, down.global_scale, None)
+    matrices = launcher.MatrixTensors(down.weight, down.scales, down.global_scale, None)
     sorted_pairs = routing.sort_pairs(ids, 1, tiles.m)
     x = random_hidden(20, 64, dtype)
     out = launcher._launch(x, matrices, None, sorted_pairs, 1, weights, tiles)

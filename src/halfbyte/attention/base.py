@@ -55,7 +55,7 @@ _Prepared = TypeVar("_Prepared")
 
 
 class _TypedKey(NamedTuple):
-    """A key of `AttentionPlans`: named tuples of different classes may be equal."""
+    """A key of `AttentionPlans` with its class, since named tuples of two classes may be equal."""
 
     kind: type
     key: Hashable

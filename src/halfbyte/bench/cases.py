@@ -12,9 +12,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 PRESETS["mistral"] = {**PRESETS["llama"], "sliding_window": 4096}
 PRESETS["gpt-oss-sliding"] = {**PRESETS["gpt-oss"], "sliding_window": 128}
-"""Fields of a case that depend on the model."""
+"""Fields of a case by model: heads, page size, sinks, window."""
 _SPECULATIVE = {"gemma": 4}
-"""Query tokens per sequence and decode step, of models that do not decode one by one here."""
+"""Query tokens per sequence and decode step, by preset; 1 for the others."""
 
 
 @dataclass(frozen=True)

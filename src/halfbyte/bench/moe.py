@@ -96,8 +96,8 @@ class RandomExperts(RandomWeights):
         return hit * self.expert_bytes // _ROUTINGS
 
     def forms(self, name: str, prepare: Callable[[], Any]) -> list[Any]:
-        """The weights as a contender prepares them, in so many copies that one token's experts in
-        all of them exceed the caches."""
+        """Copies of the weights as a contender prepares them: enough that the experts of a single
+        token, in all copies together, exceed the caches."""
         count = min(_ROUTINGS, copies(self.bytes_hit(1), self.device))
         return self.prepared(name, prepare, count)
 

@@ -129,7 +129,7 @@ class ProductBenchmark(ABC):
     @staticmethod
     @abstractmethod
     def config(shape: Any, dtype: torch.dtype, device: torch.device, m: int | None = None) -> Any:
-        """The config of a layer, by which backends decide; requested ones must run all cases."""
+        """The config of a layer, from which backends tell whether they support it."""
 
     def fields(self, shape: Any) -> Row:
         """Fields of a row that describe its shape."""

@@ -20,7 +20,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def tables(report: "Report") -> Iterator[Table]:
-    """One table per kind of case, or per shape of weights; a column where any row has a value."""
+    """One table per kind of case, or per shape of weights, without columns that are all empty."""
     from halfbyte.measure.report import contenders
 
     kinds: dict[str, list[Row]] = {}

@@ -11,7 +11,7 @@ from halfbyte.files import shortened
 
 
 class ShortUsageErrors(TyperGroup):
-    """A group whose usage errors, and its commands', repeat long or unprintable values in part."""
+    """A group that shortens its own and its commands' usage errors, which repeat given values."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the group's own options."""
@@ -34,4 +34,4 @@ def _shortened_usage_errors() -> Iterator[None]:
 
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""The base of all errors of a command line, which typer does not export."""
+"""`UsageError`, the base of all errors of a command line, which typer does not export."""

@@ -7,11 +7,12 @@ are refused; so are unknown fields that are set.
 from collections.abc import Mapping
 
 Values = Mapping[str, tuple[object, ...]]
-"""Supported values by field; None among them if the field may be absent or null."""
+"""Supported values by field; they include None if the field may be absent or null."""
 
 _DEFAULTS = {"type": "int", "num_bits": 8, "symmetric": True}
 _OF_CALIBRATION = frozenset({"observer", "observer_kwargs", "zp_dtype"})
-"""How scales were found, and the dtype of zero points, of which there are none."""
+"""Fields that do not affect values: how scales were found, and the dtype of zero points, which no
+supported scheme has."""
 
 
 def first_misfit(args: Mapping[str, object], expected: Values) -> str | None:

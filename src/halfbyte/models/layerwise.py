@@ -195,7 +195,7 @@ class StreamedModel:
             run_layer: see `RunLayer`.
 
         Raises:
-            CheckpointError: a file that can no longer be read, or a scale that cannot be.
+            CheckpointError: a file cannot be read any more, or has an invalid scale.
         """
         self._on_layer, self._run_layer = on_layer, run_layer
         self._load("")

@@ -14,7 +14,7 @@ class SecondMoment:
         self._count: torch.Tensor | float = 0.0
 
     def add(self, x: torch.Tensor) -> None:
-        """Add vectors `[..., n, D]`, each of the leading dimensions apart."""
+        """Add n vectors `[..., n, D]`; leading dimensions have separate sums."""
         x = x.detach().double()
         known = x.isfinite().all(-1)
         x = torch.where(known[..., None], x, 0.0)

@@ -13,8 +13,8 @@ from halfbyte.moe.experts import ExpertMatrices, GatedActivation, PackedExperts
 _PARTS = ("weight", "scales", "global_scale", "bias")
 
 
-class Matrices(NamedTuple):
-    """Tensors of an `ExpertMatrices`, contiguous; unchecked."""
+class MatrixTensors(NamedTuple):
+    """The tensors of an `ExpertMatrices`, contiguous, without its checks: one is made per call."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -33,12 +33,12 @@ def to_tensors(experts: PackedExperts) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
 
 
-def matrices_of(tensors: Mapping[str, torch.Tensor], name: str) -> Matrices:
+def matrices_of(tensors: Mapping[str, torch.Tensor], name: str) -> MatrixTensors:
     """The tensors of `gate_up` or `down` among those of `to_tensors`."""
     weight, scales, global_scale, bias = (tensors.get(f"{name}_{part}") for part in _PARTS)
     assert weight is not None
     assert scales is not None
-    return Matrices(weight, scales, global_scale, bias)
+    return MatrixTensors(weight, scales, global_scale, bias)
 
 
 def from_tensors(tensors: Mapping[str, torch.Tensor], activation: GatedActivation) -> PackedExperts:
@@ -56,7 +56,7 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], activation: GatedActivatio
 
 
 LayerProduct = Callable[
-    [torch.Tensor, Matrices, Matrices, GatedActivation, torch.Tensor, torch.Tensor, bool],
+    [torch.Tensor, MatrixTensors, MatrixTensors, GatedActivation, torch.Tensor, torch.Tensor, bool],
     torch.Tensor,
 ]
 """(x `[M, H]`, gate_up, down, activation, ids, weights, batch_invariant) -> `[M, H]`, by both of
@@ -95,8 +95,8 @@ def as_loaded_op(name: str) -> Callable[[LayerProduct], Callable[..., torch.Tens
                 return x.new_empty(x.shape)
             return product(
                 matrix_of(x),
-                Matrices(gate_up_weight, gate_up_scales, gate_up_global_scale, gate_up_bias),
-                Matrices(down_weight, down_scales, down_global_scale, down_bias),
+                MatrixTensors(gate_up_weight, gate_up_scales, gate_up_global_scale, gate_up_bias),
+                MatrixTensors(down_weight, down_scales, down_global_scale, down_bias),
                 GatedActivation(alpha, limit, up_offset, interleaved),
                 topk_ids.contiguous(),
                 topk_weights.contiguous(),

@@ -13,7 +13,7 @@ import torch
 
 from halfbyte.dispatch import Answer
 from halfbyte.linear.reference import product
-from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op
+from halfbyte.moe.as_loaded import AsLoadedKernel, MatrixTensors, as_loaded_op
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.experts import BLOCK_SIZES, ExpertMatrices, GatedActivation, PackedExperts
 from halfbyte.moe.pairs import hit_experts, weighted_sum
@@ -67,8 +67,8 @@ def _values(matrices: ExpertMatrices, expert: int) -> torch.Tensor:
 @as_loaded_op("nvfp4_moe_reference")
 def nvfp4_moe_reference(
     x: torch.Tensor,
-    gate_up: Matrices,
-    down: Matrices,
+    gate_up: MatrixTensors,
+    down: MatrixTensors,
     activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,

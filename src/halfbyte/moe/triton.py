@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 
 from halfbyte.dispatch import Answer, runs_on_triton
-from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op
+from halfbyte.moe.as_loaded import AsLoadedKernel, MatrixTensors, as_loaded_op
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.experts import GatedActivation
 
@@ -13,8 +13,8 @@ from halfbyte.moe.experts import GatedActivation
 @as_loaded_op("nvfp4_moe_triton")
 def nvfp4_moe_triton(
     x: torch.Tensor,
-    gate_up: Matrices,
-    down: Matrices,
+    gate_up: MatrixTensors,
+    down: MatrixTensors,
     activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,

@@ -61,12 +61,16 @@ tile, because some experts get more than the mean."""
 
 
 def choose_tiles(
-    num_pairs: int, num_experts: int, dtype: torch.dtype, capability: int, batch_invariant: bool
+    num_pairs: int,
+    num_experts: int,
+    dtype: torch.dtype,
+    compute_capability: int,
+    batch_invariant: bool,
 ) -> ProductTiles:
     """Tile sizes for a number of pairs, on a GPU of a compute capability (90 for SM90)."""
     if dtype == torch.float32:
         return _FLOAT32_TILES
-    tiles_64 = _TILES_64_SM90 if capability // 10 in (9, 10) else _TILES_64
+    tiles_64 = _TILES_64_SM90 if compute_capability // 10 in (9, 10) else _TILES_64
     if batch_invariant:
         return tiles_64
     mean = num_pairs / num_experts
@@ -76,7 +80,7 @@ def choose_tiles(
         return _TILES_32
     if mean <= _MAX_MEAN_64:
         return tiles_64
-    return _LAST_TILES_SM90 if capability == 90 else _LAST_TILES
+    return _LAST_TILES_SM90 if compute_capability == 90 else _LAST_TILES
 
 
 @triton.jit

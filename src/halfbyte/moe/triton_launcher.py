@@ -8,7 +8,7 @@ import triton
 from halfbyte.dispatch import compute_capability_of
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.linear.w4a16.triton_kernel import Tiles
-from halfbyte.moe.as_loaded import Matrices
+from halfbyte.moe.as_loaded import MatrixTensors
 from halfbyte.moe.experts import GatedActivation, WeightFormat
 from halfbyte.moe.triton_kernel import (
     ProductKey,
@@ -22,8 +22,8 @@ from halfbyte.moe.triton_routing import Routing, sort_pairs, sum_results
 
 def moe_triton(
     hidden: torch.Tensor,
-    gate_up: Matrices,
-    down: Matrices,
+    gate_up: MatrixTensors,
+    down: MatrixTensors,
     activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -51,7 +51,7 @@ def moe_triton(
     if num_pairs == 0:
         return torch.empty_like(hidden)
     tiles = tiles or choose_tiles(
-        num_pairs, num_experts, hidden.dtype, _capability_of(hidden.device), batch_invariant
+        num_pairs, num_experts, hidden.dtype, _compute_capability_of(hidden.device), batch_invariant
     )
     with current_device(hidden.get_device()):
         routing = sort_pairs(topk_ids, num_experts, tiles.down.m)
@@ -68,7 +68,7 @@ def moe_triton(
 
 def _launch(
     x: torch.Tensor,
-    matrices: Matrices,
+    matrices: MatrixTensors,
     activation: GatedActivation | None,
     routing: Routing,
     top_k: int,
@@ -109,4 +109,4 @@ def _launch(
     return out
 
 
-_capability_of = lru_cache(maxsize=8)(compute_capability_of)
+_compute_capability_of = lru_cache(maxsize=8)(compute_capability_of)

@@ -206,7 +206,7 @@ def _cache_format(kv_cache_dtype: str | None) -> str | None:
 def _check_nothing_rounded(
     weights: str | None, recipe: str, method: str, ignore: Sequence[str]
 ) -> None:
-    """Raise ValueError for an argument for weights, none of which are quantized."""
+    """Raise ValueError if an argument for weights is given although no weights are quantized."""
     for name, value, default in (
         ("weights", weights, None),
         ("recipe", recipe, "amax6"),

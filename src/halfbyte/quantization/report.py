@@ -13,7 +13,7 @@ from halfbyte.quantization.select_layers import LayerSelection
 from halfbyte.quantization.write_layers import LayerReport
 
 MXFP4: Literal["mxfp4"] = "mxfp4"
-"""In place of a format, where a source's experts stay in MXFP4."""
+"""`format` and `weights` of a report on a checkpoint whose experts stay in MXFP4."""
 OnProgress = Callable[[str, int, int], Any]
 """Called with the phase ("calibrating", "rounding" and "quantizing"; "measuring" and "copying"
 where nothing but the cache is quantized), the number done and the total."""

@@ -123,7 +123,7 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
     with (
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
-        patch.object(plans, "capability_of_gpu", lambda device: step.capability),
+        patch.object(plans, "compute_capability_of_gpu", lambda device: step.capability),
         patch.object(plans, "num_sms", lambda device: step.multiprocessors),
         cuda_on_host.tensor_maps_on_host(),
     ):

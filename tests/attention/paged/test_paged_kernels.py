@@ -16,7 +16,7 @@ from halfbyte.attention.paged.plan import (
 from halfbyte.layouts import KVCacheDType, PageLayout
 from slow import CAPABILITIES
 
-H200 = TritonTarget(capability=90, num_sms=132)
+H200 = TritonTarget(compute_capability=90, num_sms=132)
 NVFP4 = PageLayout("nvfp4", "nvfp4", 128, None, 8, 16)
 
 

@@ -84,7 +84,7 @@ def test_sizes_are_those_of_the_header() -> None:
 def test_what_a_launch_tells_the_driver(
     driver: Driver, overlap: bool, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvrtc, "capability_of_gpu", lambda device: capability)
+    monkeypatch.setattr(nvrtc, "compute_capability_of_gpu", lambda device: capability)
     arguments = [ctypes.c_int(value) for value in (5, 6, 7)]
     nvrtc.launch(nvrtc.Kernel(FUNCTION, 4096, DEVICE), 10, 256, arguments, overlap=overlap)
     (config,) = (nvrtc._LaunchConfig.from_address(address) for address in driver.configs)
@@ -111,7 +111,7 @@ def test_a_kernel_runs_on_the_gpu_it_was_loaded_for(
     streams = {DEVICE: STREAM, DEVICE + 1: STREAM + 16}
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.__getitem__)
     capabilities = {DEVICE: 80, DEVICE + 1: 90}
-    monkeypatch.setattr(nvrtc, "capability_of_gpu", capabilities.__getitem__)
+    monkeypatch.setattr(nvrtc, "compute_capability_of_gpu", capabilities.__getitem__)
     for device in streams:
         nvrtc.launch(nvrtc.Kernel(FUNCTION, 0, device), 10, 256, [ctypes.c_int(1)], overlap=True)
     told = [nvrtc._LaunchConfig.from_address(address) for address in driver.configs]

@@ -78,7 +78,7 @@ def test_strides_are_in_bytes() -> None:
 
 
 def test_rows_of_parts_of_experts() -> None:
-    """Parts one behind the other, or taking turns."""
+    """Parts one behind the other, or with alternating rows."""
     experts = tensor_map_of_experts.__wrapped__
     with patch.object(tensor_maps, "_encode", lambda *told: told):
         halves = experts(4096, ExpertRows(96, 64, 2, 5), 16)

@@ -23,7 +23,7 @@ from halfbyte.kernels.runtime.triton_overlap import overlap_options
 def test_launches_overlap_from_sm90_on(
     device: int, capability: int, hip: str | None, overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_overlap, "capability_of_gpu", lambda index: capability)
+    monkeypatch.setattr(triton_overlap, "compute_capability_of_gpu", lambda index: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     overlap_options.cache_clear()
     expected = {"overlaps": True, "launch_pdl": True} if overlaps else {"overlaps": False}

@@ -83,7 +83,7 @@ def on_host(compiled_in: bool = False, gpu: Gpu = A100) -> Iterator[None]:
     linear.gemv_product.cache_clear()
     with (
         cuda_on_host.overlapping_kernels(
-            gpu.capability, lambda macro: compiled_in or macro not in OF_SHAPE
+            gpu.compute_capability, lambda macro: compiled_in or macro not in OF_SHAPE
         ),
         cuda_on_host.tensor_maps_on_host(),
         patch.object(linear, "gpu_of", lambda device: gpu),

@@ -27,9 +27,9 @@ def test_plans_fit_the_gpu(n: int, k: int, gpu: Gpu, batch_invariant: bool) -> N
         assert plan.ctas * (plan.shared_bytes(n, k, m) + 1024) <= gpu.block_bytes + 1024
         at_once = gpu.num_sms * plan.ctas // plan.split
         if plan.join == 1:
-            assert gpu.capability >= 90
+            assert gpu.compute_capability >= 90
             assert plan.split == 2
-            at_once = gpu.pairs * plan.ctas
+            at_once = gpu.max_clusters * plan.ctas
         assert 1 <= plan.groups <= min(at_once, linear_plan.row_units(n))
         assert 1 <= plan.round_units <= plan.units(n)
         assert plan.split <= linear_plan.k_blocks(k)

@@ -69,7 +69,7 @@ def test_variant_for_a_number_of_tokens(m: int, gpu: Gpu, expected: str) -> None
 @pytest.mark.gpu
 def test_an_h200_answers_as_the_plans_are_tested() -> None:
     found = gpu_of(0)
-    if (found.capability, found.num_sms) != (90, 132):
+    if (found.compute_capability, found.num_sms) != (90, 132):
         pytest.skip("an SM90 with 132 SMs")
     assert found == H200
 

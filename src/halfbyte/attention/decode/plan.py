@@ -16,7 +16,7 @@ import torch
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.decode.recipe import NO_RECIPE, RecipeVariant
 from halfbyte.attention.decode.variant import DecodeVariant, choose_variant, stage_bytes
-from halfbyte.dispatch import capability_of_gpu
+from halfbyte.dispatch import compute_capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import num_sms
 from halfbyte.layouts import PageLayout
@@ -182,9 +182,9 @@ def _limits(inputs: AttentionInputs, recipe: RecipeVariant) -> _Limits:
     num_tokens, num_heads, _ = inputs.query.shape
     num_seqs, max_pages = inputs.block_tables.shape
     group = num_heads // layout.num_kv_heads
-    capability = capability_of_gpu(index)
+    compute_capability = compute_capability_of_gpu(index)
     variant = choose_variant(
-        layout, group, num_tokens / num_seqs, inputs.batch_invariant, capability, recipe
+        layout, group, num_tokens / num_seqs, inputs.batch_invariant, compute_capability, recipe
     )
     assert variant is not None, "the selection asks first"
     slots = variant.ctas * num_sms(index)

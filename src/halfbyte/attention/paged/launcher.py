@@ -72,7 +72,7 @@ class _Launch:
         self.page_stride = page_stride_of(inputs.pages, layout)
         num_tokens, num_heads, _ = query.shape
         self.kernel = kernel_constants(
-            layout, query.dtype, num_heads, plan.tiles, target.capability
+            layout, query.dtype, num_heads, plan.tiles, target.compute_capability
         )
         self.query = query if query.stride(2) == 1 else query.contiguous()
         self.block_tables = tables if tables.stride(1) == 1 else tables.contiguous()
@@ -97,8 +97,8 @@ class _Launch:
         """The tensor; if it is absent, any pointer, which is never read."""
         return self.partial_stats if tensor is None else tensor
 
-    def _closing(self) -> dict[str, Any]:
-        """Arguments by which both kernels write the output, or its partial results."""
+    def _outputs(self) -> dict[str, Any]:
+        """Arguments of both kernels: tensors and strides of the output and the partial results."""
         out = self.inputs.out
         return {
             "partial_out": self.partial_out,
@@ -159,7 +159,7 @@ class _Launch:
             split_length=plan.split_length,
             num_warps=plan.tiles.num_warps,
             num_stages=plan.tiles.num_stages,
-            **self._closing(),
+            **self._outputs(),
             **kernel,
         )
 
@@ -174,7 +174,7 @@ class _Launch:
             head_size_v=head_size_v,
             padded_v=1 << (head_size_v - 1).bit_length(),
             block=_MERGED_AT_ONCE,
-            **self._closing(),
+            **self._outputs(),
         )
 
 
@@ -184,13 +184,13 @@ def kernel_constants(
     query_dtype: torch.dtype,
     num_heads: int,
     tiles: Tiles,
-    capability: int,
+    compute_capability: int,
 ) -> dict[str, Any]:
     """Compile-time constants, in addition to the options of a call.
 
     Args:
-        capability: of the GPU (90 for SM90); 0 for Triton's interpreter, which has no inline
-            assembly and no true bfloat16 matmul.
+        compute_capability: of the GPU (90 for SM90); 0 for Triton's interpreter, which has no
+            inline assembly and no true bfloat16 matmul.
     """
     operands = [operand_dtype(side, query_dtype) for side in (layout.k_dtype, layout.v_dtype)]
     return {
@@ -198,14 +198,14 @@ def kernel_constants(
         "v": side_geometry(layout, "v"),
         "kv_heads": layout.num_kv_heads,
         "group": num_heads // layout.num_kv_heads,
-        "k_operand": dot_operand(operands[0], capability == 0),
-        "v_operand": dot_operand(operands[1], capability == 0),
+        "k_operand": dot_operand(operands[0], compute_capability == 0),
+        "v_operand": dot_operand(operands[1], compute_capability == 0),
         # bfloat16 reaches beyond float16; a power of two per row brings it back.
         "scale_query": operands[0] == torch.float16 and query_dtype == torch.bfloat16,
         "block_m": tiles.block_m,
         "block_n": tiles.block_n,
-        "ptx": capability > 0,
+        "ptx": compute_capability > 0,
         # wgmma reads keys and values from shared memory anyway.
-        "pin": capability > 0 and not (capability == 90 and tiles.block_m >= 64),
-        "casts": capability >= 89,
+        "pin": compute_capability > 0 and not (compute_capability == 90 and tiles.block_m >= 64),
+        "casts": compute_capability >= 89,
     }

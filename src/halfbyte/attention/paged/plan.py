@@ -37,21 +37,21 @@ class TritonTarget:
     Plans of CUDA C++ kernels depend on more (`linear.w4a16.gemv.plan.Gpu`).
     """
 
-    capability: int
+    compute_capability: int
     """90 for SM90; 0 for Triton's interpreter."""
     num_sms: int
 
     @property
     def shared_bytes(self) -> int:
         """Max shared memory per program, in bytes."""
-        return _SHARED_KIB.get(self.capability, _MIN_SHARED_KIB) * 1024
+        return _SHARED_KIB.get(self.compute_capability, _MIN_SHARED_KIB) * 1024
 
 
 @lru_cache(maxsize=8)
 def triton_target(device: torch.device) -> TritonTarget:
     """Properties of a device; for the CPU, constants for Triton's interpreter."""
     if device.type == "cpu":
-        return TritonTarget(capability=0, num_sms=2)
+        return TritonTarget(compute_capability=0, num_sms=2)
     properties = torch.cuda.get_device_properties(device)
     return TritonTarget(10 * properties.major + properties.minor, properties.multi_processor_count)
 
@@ -144,10 +144,9 @@ def choose_tiles(
 
     # wgmma (SM90) needs fewer registers for 64 rows than mma does. SM100 keeps to mma, at most 32
     # rows: Triton's path to tcgen05 does not compile with pinned operands (`kv_tiles.pinned`).
-    max_block_m = (
-        16 if padded > 256 else 128 if padded <= 128 else 64 if target.capability == 90 else 32
-    )
-    if 100 <= target.capability < 120:
+    is_sm90 = target.compute_capability == 90
+    max_block_m = 16 if padded > 256 else 128 if padded <= 128 else 64 if is_sm90 else 32
+    if 100 <= target.compute_capability < 120:
         max_block_m = min(max_block_m, 32)
     block_m = min(max_block_m, max(32 if batch_invariant else 16, 1 << (rows - 1).bit_length()))
     if block_m == 128:
@@ -155,7 +154,7 @@ def choose_tiles(
     if block_m == 64:
         if padded > 128:
             return Tiles(64, 32, 8, 3)
-        return Tiles(64, 64, 4 if target.capability == 90 or padded <= 64 else 8, 3)
+        return Tiles(64, 64, 4 if is_sm90 or padded <= 64 else 8, 3)
     if block_m == 32:
         return Tiles(32, 64, 4 if padded <= 128 else 8, 3)
     # Decode: a tile of packed keys takes few registers, and a longer one hides more latency.
@@ -180,7 +179,7 @@ def choose_row_tiles(
         return Tiles(64, 64, 4, 3)
     if target.shared_bytes < 160 * 1024:
         return Tiles(64, 32, 8, 2)
-    if head_size_v > 128 and target.capability < 90:
+    if head_size_v > 128 and target.compute_capability < 90:
         # 128 rows of accumulators would spill.
         return Tiles(64, 64, 8, 2)
     return Tiles(128, 64, 8, 3 if head_size_v <= 128 else 2)

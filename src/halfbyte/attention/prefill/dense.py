@@ -5,10 +5,11 @@ faster than a kernel that unpacks in its inner loop. A sequence's cached tokens 
 blocks, whose results are merged by LSE; the last block holds the new tokens and is causal.
 
 cuDNN (SM90 and later) builds a kernel for every new shape, strides included, in about 50 ms. So
-block sizes and query counts are rounded up to a small set. Prompts of such a size stay as they are
-without their first rows, which attend to nothing while a recipe's recent tokens are not packed.
-Padding queries, and the first rows of a causal square, are computed and discarded. On other GPUs,
-and for head sizes over 128 except on SM90, PyTorch's FlashAttention is used.
+block sizes and query counts are rounded up to a small set; padding queries, and the first rows of a
+causal square, are computed and discarded. With a recipe that reads the last R tokens from rings, a
+prompt has R keys fewer here, and its first R queries attend to nothing. They are left out, and if
+the prompt's size is in that set, what remains is not padded. On other GPUs, and for head sizes over
+128 except on SM90, PyTorch's FlashAttention is used.
 
 halfbyte's own kernel (`chunks.py`) takes sequences longer than their window, soft-caps, K and V
 of different head sizes, small heads, and shorter prompts.

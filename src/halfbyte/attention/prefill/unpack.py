@@ -25,11 +25,11 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def choose_tile(head_size: int, rotated: bool, capability: int) -> Tile:
+def choose_tile(head_size: int, rotated: bool, compute_capability: int) -> Tile:
     """4 KiB of packed values at head size 128; less where the matmul would spill registers."""
     if rotated and head_size > 128:
         return Tile(32, 8)
-    return Tile(32 if rotated and capability != 90 else 64, 4)
+    return Tile(32 if rotated and compute_capability != 90 else 64, 4)
 
 
 def _omitted_factor(kind: str) -> float:
@@ -92,8 +92,8 @@ def unpack_into(
     undone = _transform_arguments(transform, layout, k.padded, pages)
     if undone["rotated"]:
         k_factor *= block_size(layout.head_size) ** -0.5
-    capability = triton_target(pages.device).capability
-    tile = choose_tile(layout.head_size, undone["rotated"], capability)
+    compute_capability = triton_target(pages.device).compute_capability
+    tile = choose_tile(layout.head_size, undone["rotated"], compute_capability)
     tiles = -(-ranges.max_keys // tile.num_tokens)
     if undone["segment"]:
         tiles += 1  # the first tile may start before the range

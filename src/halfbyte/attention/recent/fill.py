@@ -1,4 +1,4 @@
-"""Fills rings with tokens that they lack from the pages: after a prefix hit, say."""
+"""Fills tokens that rings lack, such as after a prefix cache hit, from the pages."""
 
 import torch
 

@@ -34,10 +34,10 @@ def choose_tiles(dtype: torch.dtype, head_size: int, prefill: bool) -> Tiles:
     return Tiles(128, 32, 8, 3)
 
 
-def launch_options(tiles: Tiles, capability: int) -> dict[str, Any]:
+def launch_options(tiles: Tiles, compute_capability: int) -> dict[str, Any]:
     """Triton's launch options for tiles on a compute capability."""
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    if capability == 90 and tiles.block_m == 128:
+    if compute_capability == 90 and tiles.block_m == 128:
         # Two programs per SM, of which one loads while the other computes. With wgmma that spills
         # six registers outside the loops; with mma, whose operands are in registers, it would 25.
         options["maxnreg"] = 128
@@ -128,7 +128,7 @@ def _join(inputs: AttentionInputs, recent: RecentInputs, packed_lse: torch.Tenso
             apart=prefill,
             block_m=tiles.block_m,
             block_n=tiles.block_n,
-            **launch_options(tiles, triton_target(query.device).capability),
+            **launch_options(tiles, triton_target(query.device).compute_capability),
         )
 
 

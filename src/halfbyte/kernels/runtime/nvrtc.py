@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfbyte.dispatch import capability_of_gpu
+from halfbyte.dispatch import compute_capability_of_gpu
 from halfbyte.kernels.runtime import cubin_cache
 
 Argument = ctypes.Structure | ctypes.c_void_p | ctypes.c_int | ctypes.c_uint64
@@ -177,9 +177,9 @@ def load(
     """
     from cuda.bindings import driver
 
-    capability = capability_of_gpu(device)
-    suffix = "a" if capability >= 90 else ""
-    program = Program.of(name, dict(macros), f"sm_{capability}{suffix}")
+    compute_capability = compute_capability_of_gpu(device)
+    suffix = "a" if compute_capability >= 90 else ""
+    program = Program.of(name, dict(macros), f"sm_{compute_capability}{suffix}")
     cubin = cubin_cache.cubin(name, program.made_from(), program.compiled)
     with torch.cuda.device(device):
         torch.empty(1, device=torch.device("cuda", device))  # makes sure that the context exists
@@ -227,7 +227,7 @@ def launch(
             launch(kernel, grid, threads, arguments, overlap=overlap)
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
-    overlap = overlap and capability_of_gpu(device) >= 90
+    overlap = overlap and compute_capability_of_gpu(device) >= 90
     config = _launch_config(grid, threads, shared_bytes, stream, overlap)
     pointers = _POINTERS[len(arguments)](*[addressof(argument) for argument in arguments])
     launch_arguments = addressof(config), function, pointers, None

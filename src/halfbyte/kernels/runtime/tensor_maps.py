@@ -98,7 +98,7 @@ class ExpertRows(NamedTuple):
     """Parts of an expert's matrix: 2 for gate and up, otherwise 1."""
     experts: int
     interleaved: bool = False
-    """Whether rows of the parts take turns."""
+    """Whether rows of the parts alternate."""
 
 
 @lru_cache(maxsize=4096)

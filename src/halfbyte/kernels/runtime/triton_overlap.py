@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.dispatch import capability_of_gpu
+from halfbyte.dispatch import compute_capability_of_gpu
 
 
 @triton.jit
@@ -31,6 +31,6 @@ def overlap_options(device: int) -> dict[str, Any]:
     Args:
         device: as `torch.Tensor.get_device` gives it, which is -1 for the CPU.
     """
-    if device < 0 or torch.version.hip or capability_of_gpu(device) < 90:
+    if device < 0 or torch.version.hip or compute_capability_of_gpu(device) < 90:
         return {"overlaps": False}
     return {"overlaps": True, "launch_pdl": True}

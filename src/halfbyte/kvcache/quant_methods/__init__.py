@@ -1,6 +1,7 @@
 """Cache formats by name.
 
-Every class of this folder's files is found here, and names its formats itself (`FORMATS`).
+The registry imports all files of this folder; each class lists the formats that it implements
+(`FORMATS`).
 """
 
 from collections.abc import Iterator

@@ -145,7 +145,7 @@ def store_kernel(
 
 
 class _Launch(NamedTuple):
-    """A kernel with its grid, and arguments by name besides those that all store kernels take."""
+    """A kernel, its grid, and its arguments beyond those that all store kernels take, by name."""
 
     kernel: Any
     grid: tuple[int, int]

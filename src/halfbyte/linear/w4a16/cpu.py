@@ -104,9 +104,9 @@ def linear_cpu(
         x: `[M, K]` in float32, float16 or bfloat16; rows of any stride.
         weight: of `[N, K]`.
         bias: `[N]` in float32, float16 or bfloat16.
-        batch_invariant: a token's bits must not depend on the batch. Without it they do only on
-            machines where PyTorch's dense product is faster for large M. They never depend on the
-            number of threads.
+        batch_invariant: a token's bits must not depend on the batch: PyTorch's dense product is
+            not used, which otherwise replaces the kernel for large M on some machines
+            (`_is_dense_faster`). Bits never depend on the number of threads.
 
     Returns:
         `[M, N]` of x's dtype.

@@ -88,7 +88,7 @@ def _of_no_tokens(n: int, x: torch.Tensor, *weights: Any) -> torch.Tensor:
 
 def _variant(m: int, n: int, k: int, gpu: Gpu) -> Literal["gemv", "gemm", "dequant"]:
     """The variant with the lowest estimated time for m tokens."""
-    if gpu.capability != 90:
+    if gpu.compute_capability != 90:
         return "gemv" if m <= _MAX_GEMV_TOKENS else "dequant"
     gemv = make_gemv_plan(n, k, m, gpu).microseconds(n, k, m, gpu)
     gemm = make_gemm_plan(n, k, m, gpu.num_sms).microseconds(k, m)
@@ -150,7 +150,7 @@ class CudaKernel(RowScaledKernel):
         device = packed.weight.device
         compile_gemv(packed, self.config.batch_invariant, device.index)
         compile_unpack(packed.dtype, device.index)
-        if gpu_of(device.index).capability == 90 and not self.config.batch_invariant:
+        if gpu_of(device.index).compute_capability == 90 and not self.config.batch_invariant:
             compile_gemm(packed.dtype, device.index)
         # The kernels read weights before the previous kernel has ended (dependent launch).
         torch.cuda.current_stream(device).synchronize()

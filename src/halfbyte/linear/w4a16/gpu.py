@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from halfbyte.dispatch import capability_of_gpu
+from halfbyte.dispatch import compute_capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import num_sms
 from halfbyte.linear.w4a16.gemv.plan import PAIR, Gpu
@@ -16,17 +16,17 @@ def gpu_of(device: int) -> Gpu:
     """The properties of a GPU that plans depend on."""
     from cuda.bindings import driver
 
-    capability = capability_of_gpu(device)
+    compute_capability = compute_capability_of_gpu(device)
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     _, handle = driver.cuDeviceGet(device)
     status, block_bytes = driver.cuDeviceGetAttribute(attribute, handle)
     if int(status):
         raise RuntimeError(f"CUDA: {status.name} ({int(status)})")
     return Gpu(
-        capability,
+        compute_capability,
         block_bytes,
         num_sms(device),
-        _max_active_clusters(block_bytes, device) if capability >= 90 else 0,
+        _max_active_clusters(block_bytes, device) if compute_capability >= 90 else 0,
     )
 
 

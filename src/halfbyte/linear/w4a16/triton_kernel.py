@@ -66,13 +66,15 @@ _FLOAT32_TILES = Tiles(32, 64, 64, 4, 3)
 """For any M: TF32x3 products leave registers for nothing larger."""
 
 
-def choose_tiles(m: int, dtype: torch.dtype, capability: int, batch_invariant: bool) -> Tiles:
+def choose_tiles(
+    m: int, dtype: torch.dtype, compute_capability: int, batch_invariant: bool
+) -> Tiles:
     """Tile sizes for m tokens of a dtype, on a GPU of a compute capability (90 for SM90)."""
     if dtype == torch.float32:
         return _FLOAT32_TILES
     if batch_invariant:
         return _BATCH_INVARIANT_TILES
-    last = _LAST_TILES_SM90 if capability == 90 else _LAST_TILES
+    last = _LAST_TILES_SM90 if compute_capability == 90 else _LAST_TILES
     return next((tiles for most, tiles in _TILES if m <= most), last)
 
 
@@ -236,7 +238,7 @@ def linear_triton(
             f"row_scale {shapes[2]} do not belong together"
         )
     interpreted = not x.is_cuda
-    tiles = tiles or choose_tiles(m, x.dtype, _capability_of(x.device), batch_invariant)
+    tiles = tiles or choose_tiles(m, x.dtype, _compute_capability_of(x.device), batch_invariant)
     # The interpreter cannot round to bfloat16 either.
     narrow = interpreted and x.dtype == torch.bfloat16
     out = x.new_empty((m, n), dtype=torch.float32 if narrow else x.dtype)
@@ -260,4 +262,4 @@ def linear_triton(
     return out.to(x.dtype)
 
 
-_capability_of = lru_cache(maxsize=8)(compute_capability_of)
+_compute_capability_of = lru_cache(maxsize=8)(compute_capability_of)

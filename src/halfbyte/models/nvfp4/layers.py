@@ -63,7 +63,8 @@ def replace_layers(
     Raises:
         ValueError: `quantize_activations` is set, and no layer has an activation scale;
             `moe_backend` is set, and no experts take it.
-        CheckpointError: experts with biases in FP8, or for W4A4.
+        CheckpointError: experts with biases whose weights are FP8, or whose activations would be
+            quantized (W4A4).
     """
     if options.quantize_activations and not plan.count("nvfp4"):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""CUDA C++ on NVIDIA GPUs from SM80 for few tokens per expert, on SM90 also for more, where `wgmma`
-multiplies; otherwise Triton. Weights as loaded.
+"""CUDA C++ for experts on the weights as loaded: from SM80 a streaming kernel for few tokens per
+expert, on SM90 also a `wgmma` GEMM for more; otherwise Triton's.
 
-Shapes decide (`_variant`), so that a call can be captured in a CUDA graph. The
-variants sum in different orders: a batch-invariant layer is Triton's."""
+Shapes alone decide (`_variant`), so that a call can be captured in a CUDA graph. The variants sum
+in different orders, so batch-invariant layers are left to the backend `triton`."""
 
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -11,7 +11,7 @@ import torch
 
 from halfbyte.dispatch import Answer, missing_module
 from halfbyte.linear.w4a16.gpu import gpu_of
-from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op, matrices_of
+from halfbyte.moe.as_loaded import AsLoadedKernel, MatrixTensors, as_loaded_op, matrices_of
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.cuda import launcher as streamed
 from halfbyte.moe.cuda.gemm_sm90 import launcher as gemm
@@ -22,16 +22,17 @@ from halfbyte.moe.experts import GatedActivation, PackedExperts
 from halfbyte.moe.triton import TritonKernel
 
 _MAX_MEAN_BESIDE_GEMM = 6
-"""Max mean of tokens per expert for which `experts.cu` runs on SM90. On an H200, with the
-experts of Qwen3-30B-A3B and GPT-OSS-20B, it takes 2 % less time than `gemm.cu` with a mean of 6;
-with 8 it takes 6 % more, and 2 % less (`dev/LOG.md`)."""
+"""Max mean of tokens per expert for which `experts.cu` runs on SM90. On an H200 with a mean of 6 it
+takes 2 % less time than `gemm.cu`, for the experts of both Qwen3-30B-A3B and GPT-OSS-20B. With a
+mean of 8 it is slower for the former (143 and 134 µs a layer) and about equal for the latter (182
+and 184; `dev/LOG.md`)."""
 
 
 @as_loaded_op("nvfp4_moe_cuda")
 def nvfp4_moe_cuda(
     x: torch.Tensor,
-    gate_up: Matrices,
-    down: Matrices,
+    gate_up: MatrixTensors,
+    down: MatrixTensors,
     activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -57,7 +58,7 @@ def _variant(
     """The kernels for so many pairs: `experts.cu`, `gemm.cu` or Triton's."""
     gpu, num_experts = gpu_of(device), works[0].num_experts
     tokens = None
-    if gpu.capability == 90 and num_pairs <= MAX_PAIRS:
+    if gpu.compute_capability == 90 and num_pairs <= MAX_PAIRS:
         tokens = choose_tokens(works, num_pairs, gpu.block_bytes, gpu.num_sms)
     is_faster = tokens is None or num_pairs <= _MAX_MEAN_BESIDE_GEMM * num_experts
     if is_small(num_pairs, num_experts) and is_faster:
@@ -66,7 +67,7 @@ def _variant(
 
 
 class CudaKernel(AsLoadedKernel):
-    """`experts.cu` for few tokens; for more `gemm.cu` on SM90 and Triton elsewhere."""
+    """`experts.cu` for few tokens per expert; for more `gemm.cu` on SM90 and Triton elsewhere."""
 
     name: ClassVar[str] = "cuda"
     product = staticmethod(nvfp4_moe_cuda)
@@ -108,6 +109,6 @@ class CudaKernel(AsLoadedKernel):
             gate_up, down = matrices_of(tensors, "gate_up"), matrices_of(tensors, "down")
             device = experts.device.index or 0
             streamed.compile_experts(gate_up, down, experts.activation, self.config.dtype, device)
-            if gpu_of(device).capability == 90:
+            if gpu_of(device).compute_capability == 90:
                 gemm.compile_gemm(gate_up, down, experts.activation, self.config.dtype, device)
         return tensors

@@ -11,7 +11,7 @@ from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory, allocate
 from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
-from halfbyte.moe.as_loaded import Matrices
+from halfbyte.moe.as_loaded import MatrixTensors
 from halfbyte.moe.cuda.pairs import DTYPES, Pairs, pairs_of
 from halfbyte.moe.cuda.plan import ProductPlan, Work, make_plan, max_entries, usual_plans
 from halfbyte.moe.cuda.sums import compile_sum, sum_results
@@ -32,8 +32,8 @@ class _Params(ctypes.Structure):
 
 def run(
     hidden: torch.Tensor,
-    gate_up: Matrices,
-    down: Matrices,
+    gate_up: MatrixTensors,
+    down: MatrixTensors,
     activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -65,7 +65,7 @@ def run(
 
 def _launch(
     x: torch.Tensor,
-    matrices: Matrices,
+    matrices: MatrixTensors,
     activation: GatedActivation | None,
     pairs: Pairs,
     m: int,
@@ -91,7 +91,7 @@ def _launch(
 
 def product_arguments(
     params: type[ctypes.Structure],
-    matrices: Matrices,
+    matrices: MatrixTensors,
     activation: GatedActivation | None,
     **fields: int,
 ) -> KernelArguments:
@@ -122,7 +122,7 @@ def product_arguments(
     return arguments
 
 
-def work_of(matrices: Matrices, activation: GatedActivation | None) -> Work:
+def work_of(matrices: MatrixTensors, activation: GatedActivation | None) -> Work:
     """The product with an activation, or without that of `down`."""
     num_experts, n, half = matrices.weight.shape
     weight_format: WeightFormat = "mxfp4" if matrices.global_scale is None else "nvfp4"
@@ -131,7 +131,11 @@ def work_of(matrices: Matrices, activation: GatedActivation | None) -> Work:
 
 
 def compile_experts(
-    gate_up: Matrices, down: Matrices, activation: GatedActivation, dtype: torch.dtype, device: int
+    gate_up: MatrixTensors,
+    down: MatrixTensors,
+    activation: GatedActivation,
+    dtype: torch.dtype,
+    device: int,
 ) -> None:
     """Compile every kernel that a layer may need, so that graph capture compiles nothing."""
     gpu = gpu_of(device)

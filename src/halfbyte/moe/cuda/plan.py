@@ -1,4 +1,9 @@
-"""How the CUDA kernels for few tokens per expert share their work; decided by shapes alone."""
+"""How the CUDA kernels for few tokens per expert share their work; decided by shapes alone.
+
+A pair is a token and one of its experts; an entry, up to `columns` pairs of one expert. An item is
+what a warp loads at a time: 16 rows of an expert's matrix x one or two parts of 256 k. A unit is
+`groups` tiles of 16 rows for one entry, each computed by `split` warps that split its k.
+"""
 
 from functools import lru_cache
 from math import ceil, exp
@@ -28,13 +33,13 @@ class _Option(NamedTuple):
     """How a plan may use an SM."""
 
     warps: int
-    """Of a CTA."""
+    """Warps per CTA."""
     ctas: int
-    """Per SM."""
+    """CTAs per SM."""
     stages: int
     """Items in flight, per warp."""
     parts: int
-    """Of 256 k, in an item."""
+    """Parts of 256 k per item."""
 
 
 _OPTIONS = (
@@ -44,16 +49,18 @@ _OPTIONS = (
 _OPTIONS_OF_MANY = (
     (_Option(16, 1, 2, 2), _Option(16, 1, 2, 1), _Option(8, 1, 3, 1), _Option(8, 1, 2, 1)),
 )
-"""Of each list the first option that fits into shared memory is possible. Large items and one CTA
-per SM, whose warps share the tokens, are faster with many columns and a large K: by times of 20
-options for both products of Qwen3-30B-A3B and GPT-OSS-20B on one H200
+"""For every split of k, the first option of each list that fits into shared memory is a candidate.
+Large items and one CTA per SM, whose warps share the tokens, are faster with many columns and a
+large K: by times of 20 options for both products of Qwen3-30B-A3B and GPT-OSS-20B on one H200
 (`benchmarks/results/moe_plans.json`)."""
 _MANY_COLUMNS, _LARGE_K = 8, 1024
 _UNIT_PARTS, _SHARED_UNIT_PARTS = 0.1, 0.8
-"""Time of a unit beside its items, in parts, if a warp has all of k or shares it with others."""
+"""Fixed time of a unit, as a number of parts that take as long: if one warp has all of k, and if
+several warps split it."""
 _WAITING_WARPS = 4
-"""Warps whose instructions take as long as one warp waits. From a fit to the same times: the plan
-with the least `ProductPlan.cost` takes 3 % longer than the fastest option, in the mean."""
+"""Time that a warp waits for memory, as a number of warps whose instructions take as long. From a
+fit to the same times: on average the plan with the least `ProductPlan.cost` takes 3 % longer than
+the fastest option."""
 _RESERVED_BYTES = 1024
 """Shared memory that CUDA takes from every CTA."""
 
@@ -70,7 +77,7 @@ class Work(NamedTuple):
     interleaved: bool = False
 
     def items(self, parts: int) -> int:
-        """Items of a row, of so many times 256 k."""
+        """Items of a row, each of `parts` parts of 256 k."""
         return -(-self.k // (parts * PART_K))
 
     def item_bytes(self, parts: int) -> int:
@@ -95,7 +102,7 @@ class ProductPlan(NamedTuple):
     stages: int
     ctas: int
     parts: int = 1
-    """Of 256 k, in an item."""
+    """Parts of 256 k per item."""
 
     @property
     def column_tiles(self) -> int:
@@ -138,12 +145,12 @@ class ProductPlan(NamedTuple):
         return min(num_sms * self.ctas, entries * self.units(work))
 
     def units(self, work: Work) -> int:
-        """Units of an entry: of a tile per group of warps."""
+        """Units of an entry."""
         return -(-work.n // _TILE_ROWS // self.groups)
 
     def cost(self, work: Work, num_pairs: int, num_sms: int) -> float:
-        """Estimated time of a launch, in arbitrary units: the warps of an SM issue their
-        instructions in turns, and wait in part at the same time."""
+        """Estimated time of a launch, in arbitrary units: the warps of an SM issue instructions one
+        after another, and their waits for memory overlap."""
         units = mean_entries(num_pairs, work.num_experts, self.columns) * self.units(work)
         rounds = ceil(units / (num_sms * self.ctas))
         parts = work.items(self.parts) // self.split * self.parts
@@ -153,7 +160,7 @@ class ProductPlan(NamedTuple):
 
 
 def max_entries(num_pairs: int, num_experts: int, columns: int) -> int:
-    """Max entries of any routing: every expert that is hit may have one that is not full."""
+    """Max entries of any routing: every expert that is hit may have one partly filled entry."""
     partial = min(num_pairs, num_experts)
     return partial + (num_pairs - partial) // columns
 
@@ -170,7 +177,7 @@ def mean_entries(num_pairs: int, num_experts: int, columns: int) -> float:
 
 
 def is_small(num_pairs: int, num_experts: int) -> bool:
-    """Whether a call with so many pairs is for these kernels."""
+    """Whether these kernels take a call with so many pairs."""
     return num_pairs <= min(MAX_PAIRS, MAX_MEAN * num_experts)
 
 
@@ -194,7 +201,7 @@ def usual_plans(work: Work, gpu: Gpu) -> set[ProductPlan]:
 
 
 def _plan_of(work: Work, columns: int, num_pairs: int, gpu: Gpu) -> ProductPlan:
-    """The plan with the least estimated time; no entry needs more than so many columns."""
+    """The plan with the least estimated time; no entry has more than `columns` pairs."""
     mean = num_pairs / work.num_experts
     max_mean = next((x for x in _COLUMNS if mean <= x), MAX_MEAN)
     plans = _possible_plans(work, min(columns, _COLUMNS[max_mean]), max_mean, gpu)
@@ -203,7 +210,7 @@ def _plan_of(work: Work, columns: int, num_pairs: int, gpu: Gpu) -> ProductPlan:
 
 @lru_cache(maxsize=4096)
 def _possible_plans(work: Work, columns: int, max_mean: int, gpu: Gpu) -> list[ProductPlan]:
-    """Plans by the warps that share k, and by warps per SM."""
+    """Candidates: one for each number of warps that split k and each list of options."""
     # Not the call's number of pairs, so that there are few variants to compile.
     num_pairs = min(MAX_PAIRS, max_mean * work.num_experts)
     while columns:
@@ -229,7 +236,8 @@ def _fitting(
     num_pairs: int,
     gpu: Gpu,
 ) -> ProductPlan | None:
-    """The plan of an option, unless shared memory has no room, or a warp would wait for another."""
+    """The plan of an option; None if it does not fit into shared memory, or if the warps that split
+    k would have different numbers of items, so that some would wait."""
     groups = option.warps // split
     ctas = option.warps * option.ctas // (split * groups)
     plan = ProductPlan(columns, split, groups, option.stages, ctas, option.parts)

@@ -80,7 +80,7 @@ def packed_experts(method: type, moe: Any, layer: Any, is_dummy: bool) -> Packed
     if not moe.has_bias:
         return PackedExperts(gate_up, down, activation)
     gate_up = replace(gate_up, bias=layer.w13_bias.data)
-    # Zeros but on one rank, as vLLM sums the ranks' results.
+    # vLLM loads the bias on one rank and zeros on the others, because it sums the ranks' results.
     down = replace(down, bias=layer.w2_bias.data)
     return PackedExperts(gate_up, down, activation)
 

@@ -19,7 +19,7 @@ _OF_WEIGHTS = ("linear", "moe")
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 """vLLM's cache dtypes that halfbyte's attention supports."""
 NEWER_CACHE_DTYPES = ("nvfp4_4over6",)
-"""Further ones, in vLLM from 0.32 on."""
+"""Further cache dtypes, for which vLLM 0.32 or later is needed."""
 _SIDE_DTYPES = tuple(
     dict.fromkeys(
         (*CACHE_DTYPES, *NEWER_CACHE_DTYPES, *KVCacheDType.where(lambda row: row.is_quantized))

@@ -106,8 +106,8 @@ class StoreVariant(NamedTuple):
     in_words: bool
     """Whether codes begin at multiples of four bytes."""
     small_grid: bool = False
-    """Whether the launch does not fill the GPU. All blocks are then rounded by the slow definition,
-    because one warp that needed it would delay the whole launch."""
+    """Whether the launch does not fill the GPU. Then all blocks are rounded by the definition,
+    without the shortcut of `scales.cuh`: one warp for which it fails would delay the launch."""
 
     @property
     def threads(self) -> int:
@@ -207,7 +207,7 @@ class CudaStore(StoreBackend):
 
     @classmethod
     def can_implement(cls, config: StoreConfig) -> Answer:
-        """Errors weighed, K in NVFP4, V in NVFP4 or FP8, heads of 64, 128 or 256."""
+        """Recipes with weighted errors, K in NVFP4, V in NVFP4 or FP8, heads of 64, 128 or 256."""
         layout = config.layout
         if not config.weighs_errors:
             return False, "stores only by recipes that weigh rounding errors, unlike `plain`"

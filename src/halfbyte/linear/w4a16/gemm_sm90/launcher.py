@@ -104,7 +104,7 @@ class GemmProduct:
         self._n, columns = n, -(-n // 8) * 8
         self._cut_out = columns > n
         self._out = Memory.contiguous((*outer, columns), dtype)
-        # With at least one cut tile per cluster, only tails have partial sums.
+        # With at least one cut tile per cluster, only tails (`work.cuh`) store partial sums.
         kinds = (plan.cut_tiles > 0) + (0 < plan.cut_tiles < plan.clusters)
         places = kinds * 2 * plan.clusters
         self._partial_bytes = 4 * places * tile.values_of_pair // 2

@@ -109,7 +109,7 @@ class GemvProduct:
         self._grid, self._threads = plan.ctas_in_grid(m), 32 * plan.warps
         self._join, self._join_grid = kernels.join, -(-m * units * UNIT_ROWS // _JOIN_THREADS)
         self._work = bytes(_GemvWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units))
-        has_tma = gpu.capability >= 90
+        has_tma = gpu.compute_capability >= 90
         self._pad = -k % BOX_K if has_tma else 0  # TMA reads whole boxes: K is padded with zeros
         self._k = k = k + self._pad
         tokens_of_box, boxes = plan.tokens_of_box(m), plan.slice_blocks(k) * (TILE_K // BOX_K)

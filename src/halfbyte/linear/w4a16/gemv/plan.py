@@ -57,9 +57,9 @@ class _Costs(NamedTuple):
 
     Fitted to times of CUDA graphs with many calls and rotated weights on one H200: 270 plans for
     eight weight shapes (N = 1,024 to 28,672, K = 4,096 to 28,672) and M = 1, 8 and 16, so that the
-    fastest plans are ranked correctly. (For pairs with 16 warps and M up to 8, 0.14 µs were
-    subtracted, which a later change of the kernel saved.) In 18 of 20 cases the chosen plan is
-    within 1.3 % of the best; in the others it takes 3 and 6 % longer.
+    fastest plans are ranked correctly. (From times of clusters with 16 warps per CTA and M up to 8,
+    0.14 µs were subtracted before the fit, which a later change of the kernel saved.) In 18 of 20
+    cases the chosen plan is within 1.3 % of the best; in the others it takes 3 and 6 % longer.
     """
 
     launch: float = 1.41
@@ -97,17 +97,17 @@ _COSTS = _Costs()
 class Gpu(NamedTuple):
     """Limits of a GPU, as its driver reports them, that plans of CUDA C++ kernels depend on."""
 
-    capability: int
+    compute_capability: int
     """Compute capability as in `dispatch`, such as 90."""
     block_bytes: int
     """Max shared memory of a CTA."""
     num_sms: int
-    pairs: int
+    max_clusters: int
     """Max resident clusters of two CTAs, one CTA per SM; 0 before SM90."""
 
     def at_once(self, split: int, join: int, ctas: int) -> int:
         """Groups that are resident at a time, with `ctas` CTAs per SM."""
-        return self.pairs * ctas if join == 1 else self.num_sms * ctas // split
+        return self.max_clusters * ctas if join == 1 else self.num_sms * ctas // split
 
     def bytes_of_cta(self, ctas: int) -> int:
         """Max shared memory of a CTA, with `ctas` CTAs per SM."""
@@ -316,7 +316,7 @@ def _even_groups(n: int, max_groups: int) -> int:
 
 def _splits_and_joins(splits: tuple[int, ...], k: int, gpu: Gpu) -> Iterator[tuple[int, int]]:
     for split in splits:
-        joins = (0,) if split == 1 else (1, 2) if split == PAIR and gpu.pairs else (2,)
+        joins = (0,) if split == 1 else (1, 2) if split == PAIR and gpu.max_clusters else (2,)
         if split <= k_blocks(k) and split <= gpu.num_sms:
             for join in joins:
                 yield split, join

@@ -18,7 +18,7 @@
 //
 // Macros:
 //   X_BF16, MX            see moe/cuda/values.cuh
-//   GATED, INTERLEAVED    1 for the first product; whether its rows of gate and up take turns
+//   GATED, INTERLEAVED    1 for the first product; whether its rows of gate and up alternate
 //   TOKENS                16, or a multiple of 32 up to 256
 //   WIDTH_STEP            tokens of matmuls are its multiples up to TOKENS
 //   STAGES                of 64 k in the ring, an even number, at least 4

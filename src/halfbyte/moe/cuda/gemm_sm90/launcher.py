@@ -18,7 +18,7 @@ from halfbyte.kernels.runtime.tensor_maps import (
     tensor_map_of_experts,
 )
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
-from halfbyte.moe.as_loaded import Matrices
+from halfbyte.moe.as_loaded import MatrixTensors
 from halfbyte.moe.cuda.gemm_sm90.plan import (
     SORT_THREADS,
     STEP_K,
@@ -79,8 +79,8 @@ class _Sorted(NamedTuple):
 
 def run(
     hidden: torch.Tensor,
-    gate_up: Matrices,
-    down: Matrices,
+    gate_up: MatrixTensors,
+    down: MatrixTensors,
     activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -147,7 +147,7 @@ def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sort
 
 def _multiply(
     x: torch.Tensor,
-    matrices: Matrices,
+    matrices: MatrixTensors,
     activation: GatedActivation | None,
     work: Work,
     found: _Sorted,
@@ -219,7 +219,11 @@ def _map(
 
 
 def compile_gemm(
-    gate_up: Matrices, down: Matrices, activation: GatedActivation, dtype: torch.dtype, device: int
+    gate_up: MatrixTensors,
+    down: MatrixTensors,
+    activation: GatedActivation,
+    dtype: torch.dtype,
+    device: int,
 ) -> None:
     """Compile every kernel that a layer may need, so that graph capture compiles nothing."""
     block_bytes = gpu_of(device).block_bytes

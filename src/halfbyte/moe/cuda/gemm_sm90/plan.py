@@ -40,7 +40,7 @@ narrowest that suffices. Registers do not allow all of them."""
 _OF_MORE_CTAS = 0.79
 """Factor of a step's time with two or three CTAs per SM, relative to one; from the same fit."""
 MAX_CTAS = {16: 3, 32: 2, 64: 2, 128: 1, 192: 1, 256: 1}
-"""Max CTAs per SM, by tokens of a tile. Where steps are short, two hide each other's latency."""
+"""Max CTAs per SM, by tokens of a tile. Several hide each other's latency where steps are short."""
 TOKENS = tuple(WIDTHS)
 """Max tokens of a tile."""
 _TILE_STEPS = 1.1
@@ -55,7 +55,7 @@ class MoeGemmPlan(NamedTuple):
 
     tokens: int
     stages: int
-    """Stages of the ring, 64 k each."""
+    """Stages of the ring, an even number: x of 64 k each, and W of 128 k for two."""
     scale_slots: int
     """Tiles whose block scales fit into shared memory at a time."""
     ctas: int = 1
@@ -150,8 +150,8 @@ def choose_tokens(
 
 
 def _mean_tiles(num_pairs: int, num_experts: int, tokens: int) -> tuple[float, float]:
-    """Tiles of all experts, and the sum of their steps' times in µs, if experts have between half
-    and one and a half times the mean number of pairs."""
+    """Number of tiles of all experts, and the sum of the times of one step of each in µs; pairs per
+    expert are assumed uniform between half and one and a half times their mean."""
     hit = min(num_pairs, num_experts)
     tiles = microseconds = 0.0
     for i in range(_SAMPLES):
