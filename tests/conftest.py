@@ -95,6 +95,6 @@ def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matmul for Triton's interpreter in which a row's sums do not depend on its position.
 
-    As on a GPU. On some CPUs, NumPy's sums the last rows of a tile in another order.
+    As on a GPU. On some CPUs NumPy's matmul sums the last rows of a tile in another order.
     """
     monkeypatch.setattr(np, "matmul", partial(np.einsum, "mk,kn->mn"))

@@ -10,7 +10,8 @@ Row = dict[str, Any]
 _MAX_DECODE_M, _MIN_PREFILL_M = 16, 1024
 """Max M of the bounds on decode steps, min M of the one on prefill."""
 _LARGE = 50e6
-"""From this prefill bytes on the bound is on the read rate, below on the time of a plain read."""
+"""Decode steps that hit at least so many bytes have a bound on the read rate, others on the time
+relative to a plain read."""
 
 KNOWN_MISSES = {
     "of the read rate": "0.54 at 53 MB and 0.60 at 78, where launches and joins weigh most; 0.67 "

@@ -83,7 +83,7 @@ def assert_right(name: str, n: int, k: int, x: torch.Tensor, **options: Any) -> 
 @pytest.mark.parametrize(
     ("n", "k", "m", "parts"),
     [
-        (256, 128, 5, None),  # fits everybody
+        (256, 128, 5, None),  # no backend pads
         (130, 144, 200, None),  # N and K padded, more than one tile of scales
         (96, 208, 33, (64, 32)),  # scales that differ
         (40, 16, 1, (1, 32, 7)),

@@ -105,7 +105,7 @@ def test_copies_in_flight_cover_the_latency(name: str) -> None:
 
 
 def test_plans_are_near_the_fastest_of_the_committed_run() -> None:
-    """Over all cases, and in each: times of both products with every option."""
+    """Limits for the mean over all cases and for each; the run timed every plan it knew."""
     file = Path(__file__).parents[2] / "benchmarks" / "results" / "moe_plans.json"
     ratios = []
     for case in json.loads(file.read_text())["cases"]:

@@ -55,7 +55,7 @@ def chat(
     ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(help="Answer this and exit; so does text on standard input."),
+        typer.Option(help="Answer this and exit. Without it, text on standard input, if any."),
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Max seconds without data from the server.")

@@ -94,7 +94,7 @@ def generate(
         bool,
         typer.Option(
             "--torch-compile",
-            help="Compile the layers of CUDA graphs with torch.compile; pays for long texts.",
+            help="Compile the layers of CUDA graphs with torch.compile; saves time in long runs.",
         ),
     ] = False,
     max_model_len: Annotated[

@@ -21,7 +21,7 @@ def write_heads(
     size: tl.constexpr,
     padded: tl.constexpr,
 ):
-    """K or V of pairs `[program_id(0) * pairs, ...)` of a token and a head.
+    """Write K or V of the (token, head) pairs from `program_id(0) * pairs` on.
 
     Args:
         side: K or V of the step's tokens, their three strides, and the ring.

@@ -93,7 +93,7 @@ def keep_mxfp4(
     attentions = attention_modules(modules)
     linear = tuple(name for name, module in modules.items() if isinstance(module, nn.Linear))
     del modules
-    logger.info("%d linear layers stay unquantized, as the method mxfp4 has them", len(linear))
+    logger.info("%d linear layers stay unquantized: mxfp4 is a format of experts only", len(linear))
     with new_folder(destination, replace=replace) as target:
         scales = _measure(streamed, model_config, folder, text, name_of_text, on_progress)
         index = CheckpointIndex.read(folder)

@@ -209,7 +209,7 @@ def _merge_kernel(max_parts: float, ctas_fit: bool, batch_invariant: bool) -> st
     """The fastest known merge kernel; a fixed one if batch-invariant (fixed order of sums).
 
     Args:
-        max_parts: max units per work item, about half of a row's max number of partial results.
+        max_parts: max units per work item; a row has up to about twice as many partial results.
         ctas_fit: whether all CTAs of the kernel with many registers are resident at once.
     """
     if batch_invariant:

@@ -11,7 +11,8 @@ from halfbyte.kvcache.recent import RecentInputs
 from halfbyte.kvcache.transform import MARK, KVTransform
 
 _ROUND = 64
-"""A multiple of the tokens of a round of `recent.cuh` and of `recent_wgmma.cuh`."""
+"""Batch-invariant rounds of recent tokens start at multiples of this many: a multiple of a round's
+tokens in `recent.cuh` and `recent_wgmma.cuh`."""
 
 
 class RecipeParams(ctypes.Structure):

@@ -46,7 +46,7 @@ def _add_keys(
     capped: tl.constexpr,
     operand: tl.constexpr,
 ):
-    """One step of the online softmax, in base 2; `distance` is of rows from keys."""
+    """One step of the online softmax, in base 2; `distance` is a row's position less a key's."""
     acc, total, top = sums
     score_scale, cap = factors
     k, v = k.to(operand), v.to(operand)

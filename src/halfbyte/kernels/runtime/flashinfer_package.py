@@ -12,9 +12,9 @@ _OLDEST = (0, 7, 0)
 
 @lru_cache(maxsize=1)
 def missing_flashinfer() -> str | None:
-    """What this machine lacks, without importing FlashInfer, which takes seconds; None if nothing.
+    """Why FlashInfer cannot run here; None if it can. Does not import it, which takes seconds.
 
-    That is the package, or a compiler and the package of compiled kernels.
+    It needs its package, and either nvcc or the package of compiled kernels.
     """
     if reason := missing_version("flashinfer-python", _OLDEST):
         return reason

@@ -8,7 +8,7 @@ calls (`runs`).
 
 By default Humming splits K: CTAs round their partial sums and add them to the result in any order.
 The error is up to 1.47 times the limit for backends here (`benchmarks/results/linear.json`). Layers
-use its batch-invariant mode, which accumulates all of K in float32; its speed has not been measured.
+use its batch-invariant mode, which accumulates all of K in float32; its speed was not measured.
 
 N is padded to a multiple of 8 here, and by Humming itself to tiles. Humming cannot restore the
 weights that it repacked.

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS) moe_sum(const __grid_c
   if (column >= p.n) return;
   float sum[2 * WORDS] = {};
   for (int first = 0; first < top_k; first += LOADS) {
-    // All places before the first result, whose latency would be seen once for each otherwise.
+    // Loads all places before the first result, so that latencies overlap.
     Place places[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; i++)

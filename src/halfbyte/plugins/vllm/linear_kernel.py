@@ -76,7 +76,7 @@ class HalfbyteNvFp4LinearKernel(NvFp4LinearKernel):
         """Convert the layer's attributes to halfbyte's, and repack its weights for a kernel.
 
         Raises:
-            ValueError: weights were not loaded, or are no numbers; the message names the layer.
+            ValueError: weights were not loaded, or a scale is invalid; the message names the layer.
         """
         device = layer.weight.device
         n, k = layer.weight.shape[0], 2 * layer.weight.shape[1]

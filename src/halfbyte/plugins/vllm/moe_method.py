@@ -112,8 +112,8 @@ class HalfbyteMoeMethod(FusedMoEMethodBase):
         """Replace the layer's parameters by those of a kernel of halfbyte's.
 
         Raises:
-            ValueError: weights are missing or no numbers, or the kernel cannot represent them
-                exactly; the message names the layer.
+            ValueError: weights are missing, a scale or bias is invalid, or the kernel cannot
+                represent the weights exactly; the message names the layer.
         """
         if self._is_dummy:
             pass

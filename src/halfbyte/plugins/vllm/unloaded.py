@@ -16,7 +16,7 @@ from halfbyte.moe.experts import WeightFormat
 _UNLOADED_SCALES = {"nvfp4": 0x7F, "mxfp4": 0xFF}
 """NaN in E4M3 and in E8M0."""
 _UNLOADED_CODES = 0x88
-"""Two values of -0.0: a matrix of nothing else is not loaded."""
+"""A byte with two codes of -0.0: a matrix that has only this byte was not loaded."""
 _UNLOADED_BIAS = 0x7FB5
 """NaN in bfloat16 and float16 (twice in float32), with bits that no computation gives."""
 _GLOBAL_SCALES = "weight_scale_2", "weight_global_scale"
@@ -38,7 +38,7 @@ def mark_linear(layer: Any) -> None:
 
 
 def check_linear(layer: Any, part_sizes: Sequence[int], global_scales: torch.Tensor) -> None:
-    """Raise ValueError for weights that were not loaded, or that are no numbers.
+    """Raise ValueError for weights that were not loaded, and for invalid scales (NaN, negative).
 
     Args:
         layer: vLLM's, as its method prepares it for a kernel.
@@ -75,7 +75,7 @@ def mark_unloaded(layer: Any, weight_format: WeightFormat) -> None:
 
 
 def check_experts(layer: Any, weight_format: WeightFormat) -> None:
-    """Raise ValueError for weights that were not loaded, or that are no numbers.
+    """Raise ValueError for weights that were not loaded, and for invalid scales (NaN, negative).
 
     Args:
         layer: vLLM's `RoutedExperts`; `mark_unloaded` before its weights were loaded.
@@ -106,7 +106,7 @@ def mark_gpt_oss(layer: Any) -> None:
 
 
 def check_gpt_oss(layer: Any, tp_rank: int) -> None:
-    """Raise ValueError for tensors of a layer that were not loaded, or biases that are no numbers.
+    """Raise ValueError for tensors of a layer that were not loaded, or biases that are not finite.
 
     Padding of biases becomes zero.
 

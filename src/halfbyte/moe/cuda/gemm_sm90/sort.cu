@@ -25,7 +25,7 @@ struct Params {
 // In shared memory.
 struct Counts {
   int* before;  // [num_experts]: pairs of an expert before this CTA's range
-  int* from;    // [num_experts]: the others; then where the expert's first pair of the range goes
+  int* from;    // [num_experts]: its other pairs; later the row of its first pair in this CTA's range
   int* own;     // [range]: experts of this CTA's range
 };
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ void count_pairs(const Params& p, const Counts& count
   __syncthreads();
   const Id* const ids = (const Id*)p.pairs.ids;
   for (int first = threadIdx.x; first < p.pairs.count; first += SORT_THREADS * IDS) {
-    // All ids before the first one is looked at, or the latency of each would be seen.
+    // Loads all ids before it uses the first, so that their latencies overlap.
     Id own[IDS];
 #pragma unroll
     for (int i = 0; i < IDS; i++) own[i] = ids[min(first + i * SORT_THREADS, p.pairs.count - 1)];
