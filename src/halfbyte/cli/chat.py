@@ -55,7 +55,9 @@ def chat(
     ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(help="Answer this and exit. Without it, text on standard input, if any."),
+        typer.Option(
+            help="Answer this and exit; by default text on standard input, if it is no terminal."
+        ),
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Max seconds without data from the server.")
