@@ -13,6 +13,7 @@ from halfbyte.plugins.vllm.formats import LayerFormat
 from halfbyte.plugins.vllm.options import LastModel, Options
 from halfbyte.plugins.vllm.registry import is_halfbyte
 from halfbyte.plugins.vllm.scales import (
+    find_scales,
     has_no_weights,
     is_same_folder,
     no_scales,
@@ -100,15 +101,12 @@ def _known_scales(
     model_config: Any, load_config: Any, given: str | None, option: str
 ) -> KVScales | None:
     """Scales with a calibration, else any; None without scales or without weights."""
-    from halfbyte.models import find_kv_scales
     from halfbyte.models.kv_setup import calibrated_or_any
 
     if given is None and has_no_weights(load_config):
         return None
     folder, config = place_of_scales(model_config, load_config, given, option)
-    return calibrated_or_any(
-        lambda recipe: find_kv_scales(folder, config, given=given, recipe=recipe)
-    )
+    return calibrated_or_any(lambda recipe: find_scales(folder, config, given, option, recipe))
 
 
 def check_local_scales(vllm_config: Any, options: Options) -> None:
@@ -123,7 +121,7 @@ def check_local_scales(vllm_config: Any, options: Options) -> None:
         options: of the run.
     """
     from halfbyte.checkpoints.dialects.registry import read_config
-    from halfbyte.models import SUPPORTED_MODEL_TYPES, find_kv_scales
+    from halfbyte.models import SUPPORTED_MODEL_TYPES
 
     target, load_config = vllm_config.model_config, vllm_config.load_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
@@ -151,7 +149,7 @@ def check_local_scales(vllm_config: Any, options: Options) -> None:
     if not (formats.k.has_global_scale or formats.v.has_global_scale):
         return
     recipe = as_given.recipe
-    scales = find_kv_scales(folder, read_config(folder), given=given, recipe=recipe)
+    scales = find_scales(folder, read_config(folder), given, "kv_scales", recipe)
     if scales is None:
         raise no_scales(target, load_config, "kv_scales")
     if formats.k.is_nvfp4 and recipe.changes_k:

@@ -176,10 +176,10 @@ def test_scales_of_another_model_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text((folder / KV_SCALES_FILE).read_text().replace("k_amax", "k_max"))
     options: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_scales": str(file)}}}
-    refused("other.json", folder, **options)
+    refused(r"halfbyte\.kv_scales: .*other.json: not a file of KV scales", folder, **options)
     halfbyte.kvcache.KVScales((1.0,) * 3, (1.0,) * 3, "one").save(tmp_path)
     options = {"additional_config": {"halfbyte": {"kv_scales": str(tmp_path / KV_SCALES_FILE)}}}
-    refused(r"\(one\): 3 layers, the model has 10", folder, **options)
+    refused(r"halfbyte\.kv_scales: .*\(one\): 3 layers, the model has 10", folder, **options)
     with pytest.raises(ValueError, match="3 layers") as caught, vllm_engine(folder, **options):
         pass
     assert "initialize_model" not in {entry.name for entry in caught.traceback}
