@@ -159,8 +159,23 @@ CONFIG = "--additional-config"
             "fp8_e5m2, nvfp4, nvfp4_4over6, got 'int8'",
         ),
         ([BUNDLED, "--kv-scales", ""], "error: --kv-scales: expected a path, got ''"),
-        ([BUNDLED, "--kv-scales", "/no/such.json"], "/no/such.json: cannot be read"),
-        ([BUNDLED, "--draft-kv-scales", "/no/such.json"], "/no/such.json: cannot be read"),
+        (
+            [BUNDLED, "--kv-scales", "/no/such.json"],
+            "error: --kv-scales: /no/such.json: cannot be read: No such file",
+        ),
+        (
+            [BUNDLED, "--draft-kv-scales", "/no/such.json"],
+            "error: --draft-kv-scales: /no/such.json: cannot be read: No such file",
+        ),
+        (
+            [BUNDLED, CONFIG, '{"halfbyte": {"kv_scales": "no.json"}}'],
+            "error: halfbyte.kv_scales: no.json: cannot be read: No such file",
+        ),
+        ([BUNDLED, "--kv-scales", "x" * 300], "error: --kv-scales: "),
+        (
+            [BUNDLED, CONFIG, '{"halfbyte": {"kv_recipe": ["plain"]}}'],
+            "error: halfbyte.kv_recipe: expected one of plain, balanced, accurate, got ['plain']",
+        ),
         (
             [BUNDLED, "--linear", "on", CONFIG, '{"halfbyte": {"linear": "off"}}'],
             "--linear: got 'on', but --additional-config says 'off': give one of them",

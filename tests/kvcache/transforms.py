@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.calibration import (
     ErrorCosts,
     KVCalibration,
@@ -109,3 +110,25 @@ def without_costs(calibration: KVCalibration) -> KVCalibration:
     """A calibration as older versions wrote it, without costs of errors."""
     layers = tuple(replace(layer, costs=None) for layer in calibration.layers)
     return replace(calibration, layers=layers)
+
+
+def with_heads(scales: KVScales, heads: int) -> KVScales:
+    """Scales that name no model, with a calibration of copies of its first KV head."""
+    assert scales.calibration is not None
+    copies = [0] * heads
+    layers = tuple(
+        replace(
+            layer,
+            mean=layer.mean[copies],
+            first_keys=layer.first_keys[:, copies],
+            first_values=layer.first_values[:, copies],
+            costs=layer.costs
+            and ErrorCosts(
+                layer.costs.factors[:, copies],
+                layer.costs.k_weights[:, copies],
+                layer.costs.v_weights[copies],
+            ),
+        )
+        for layer in scales.calibration.layers
+    )
+    return replace(scales, shape={}, calibration=replace(scales.calibration, layers=layers))

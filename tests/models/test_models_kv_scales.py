@@ -285,6 +285,11 @@ def test_scales_of_another_model_with_as_many_layers_are_refused(tmp_path: Path)
     path = calibrate(make_model("qwen3"), token_ids(1, 40), "test").save(tmp_path)
     model = make_model("llama")
     assert calibrate(model, token_ids(1, 40), "own").shape["model_type"] == "llama"
+    fields = json.loads(path.read_text())
+    strange = tmp_path / "strange.json"
+    strange.write_text(json.dumps({**fields, "model": {"hidden_size": "\x1b[31m8\n"}}))
+    with pytest.raises(ValueError, match=r"a model with hidden_size \\x1b\[31m8, this one has 64"):
+        find_kv_scales(tmp_path, model.config, given=strange)
     with pytest.raises(ValueError, match="of a model with model_type qwen3, this one has llama"):
         resolve_kv_scales(model, {KVCacheDType.NVFP4}, given=path)
     fields = json.loads(path.read_text())

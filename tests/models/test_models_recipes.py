@@ -15,7 +15,7 @@ from halfbyte.kvcache import KVRecipe, KVScales, read_tokens, reshape_and_cache
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.models import calibrate, key_statistics, load_tokenizer
 from halfbyte.models.kv_calibration import usual_first_tokens
-from kvcache.transforms import without_costs
+from kvcache.transforms import with_heads, without_costs
 from models.zoo import ARCHITECTURES, make_model, token_ids
 from slow import slow
 
@@ -354,8 +354,23 @@ def test_scales_without_a_calibration_are_refused(given: KVScales, message: str)
     )
     with pytest.raises(ValueError, match=message):
         Cache(model, "nvfp4", kv_scales=given, kv_recipe="balanced")
-    with pytest.raises(ValueError, match="kv_recipe: unknown 'best'"):
-        Cache(model, "nvfp4", kv_recipe="best")
+    for unknown in ("best", ["plain"]):
+        with pytest.raises(ValueError, match=r"kv_recipe: unknown .*; expected one of plain, "):
+            Cache(model, "nvfp4", kv_recipe=unknown)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_calibration_of_other_heads_is_refused(heads: int) -> None:
+    """Of scales that do not name their model: its means would apply to other heads."""
+    stored = KVScales.load(bundled_model_path())
+    assert stored is not None
+    model = load_model(bundled_model_path())
+    other = with_heads(stored, heads)
+    message = f"layer 0 has a calibration for {heads} KV heads of 64, the model has 2 of 64"
+    for make in (LLM, Cache):
+        with pytest.raises(ValueError, match=message):
+            make(model, kv_cache_dtype="nvfp4", kv_scales=other, kv_recipe="balanced")
+        make(model, kv_cache_dtype="nvfp4", kv_scales=other, kv_recipe="plain")  # no means
 
 
 def test_an_older_calibration_is_refused_by_name(tmp_path: Path) -> None:

@@ -136,15 +136,16 @@ def _provide_scales(plan: "ServePlan") -> None:
     from halfbyte.models.local_files import local_folder
     from halfbyte.plugins.vllm.formats import LayerFormat
     from halfbyte.plugins.vllm.launch import named_as_typed
+    from halfbyte.plugins.vllm.scales import find_scales
 
     quiet_libraries(verbose=False)
     options = plan.options
     # Any unquantized dtype will do here: such formats have no scales.
     with named_as_typed(plan.typed):
         formats = LayerFormat.of(plan.cache_dtype, torch.bfloat16, options)
-    for given in (options.kv_scales, options.draft_kv_scales):
-        if given is not None:
-            find_kv_scales(Path(), {}, given=given)
+        for option in ("kv_scales", "draft_kv_scales"):
+            if (given := getattr(options, option)) is not None:
+                find_scales(Path(), {}, given, option)
     if options.kv_scales is not None or not plan.has_weights:
         return
     is_declared = plan.cache_dtype == "auto"  # the checkpoint may then declare a format

@@ -86,7 +86,7 @@ class KVRecipe:
         """
         if isinstance(name, KVRecipe):
             return name
-        if name not in RECIPES:
+        if name not in tuple(RECIPES):  # may be unhashable
             raise ValueError(f"kv_recipe: unknown {name!r}; expected one of {', '.join(RECIPES)}")
         return RECIPES[name]
 

@@ -137,6 +137,27 @@ class KVScales:
             )
         return self.calibration
 
+    def check_heads(self, layer: int, num_kv_heads: int, head_size: int, ranks: int = 1) -> None:
+        """Check that a layer's calibration has the KV heads that the model has.
+
+        Args:
+            num_kv_heads: of each of the `ranks` that share them, at least one.
+            head_size: of K.
+
+        Raises:
+            ValueError: it is another model's.
+        """
+        if self.calibration is None:
+            return
+        total, size = self.calibration.layers[layer].mean.shape
+        if (max(1, total // ranks), size) != (num_kv_heads, head_size):
+            own = f"{num_kv_heads} of {head_size}"
+            raise ValueError(
+                f"KV scales from {self.source}: layer {layer} has a calibration for {total} KV "
+                f"heads of {size}, the model has {own if ranks == 1 else f'{own} per rank'}; "
+                "`halfbyte calibrate` measures its own"
+            )
+
     @classmethod
     def from_global_scales(
         cls,

@@ -51,10 +51,14 @@ class KVQuantization:
         """Quantization of every layer of a pool; sets its identity. See `LayerQuantization.of`.
 
         Raises:
-            ValueError: as `LayerQuantization.of`; the pool has pages with other scales or another
-                recipe.
+            ValueError: as `LayerQuantization.of`; the calibration is another model's; the pool has
+                pages with other scales or another recipe.
         """
         layouts = [pool.layout(layer) for layer in range(pool.plan.num_layers)]
+        if scales is not None and recipe is not None and recipe.changes_k:
+            for i, layout in enumerate(layouts):
+                if layout.k_dtype.is_nvfp4:
+                    scales.check_heads(i, layout.num_kv_heads, layout.head_size)
         layers = [
             LayerQuantization.of(scales, i, layout.k_dtype, layout.v_dtype, recipe, pool.device)
             for i, layout in enumerate(layouts)

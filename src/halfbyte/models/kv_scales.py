@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from halfbyte.assets import calibration_text
 from halfbyte.checkpoints import CheckpointError, fingerprint
 from halfbyte.checkpoints.dialects.modelopt import MODELOPT_FILE
-from halfbyte.files import cache_folder
+from halfbyte.files import cache_folder, shortened
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales
 from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
 from halfbyte.layouts import KVCacheDType
@@ -251,9 +251,10 @@ def _check_model(scales: KVScales, config: Any) -> None:
     shape = shape_of_model(config)
     for name in shape:  # in the order of `shape_of_model`, so that the message is deterministic
         if name in scales.shape and scales.shape[name] != shape[name]:
+            found = shortened(str(scales.shape[name]))
             raise ValueError(
-                f"KV scales from {scales.source}: of a model with {name} {scales.shape[name]}, "
-                f"this one has {shape[name]}"
+                f"KV scales from {scales.source}: of a model with {name} {found}, this one has "
+                f"{shape[name]}"
             )
     num_layers = shape.get("num_hidden_layers")
     if num_layers is not None and scales.num_layers != num_layers:

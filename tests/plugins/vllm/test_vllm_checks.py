@@ -43,8 +43,10 @@ def full_graphs(**fields: Any) -> Any:
     )
 
 
-def connector(name: str | None, **extra: Any) -> Any:
-    return SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra)
+def connector(name: str | None, module: str | None = None, **extra: Any) -> Any:
+    return SimpleNamespace(
+        kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=extra
+    )
 
 
 @pytest.mark.parametrize("has_page_specs", [False, True])
@@ -66,6 +68,33 @@ def connector(name: str | None, **extra: Any) -> Any:
                 )
             },
             "kv_connector = MooncakeConnector",
+        ),
+        (
+            {"kv_transfer_config": connector("OffloadingConnector", module="other.kv")},
+            "kv_connector_module_path = other.kv, whose OffloadingConnector may split.*vLLM's own",
+        ),
+        (
+            {
+                "kv_transfer_config": connector(
+                    "MultiConnector",
+                    connectors=[
+                        {"kv_connector": "OffloadingConnector", "kv_connector_module_path": "vllmx"}
+                    ],
+                )
+            },
+            "kv_connector_module_path = vllmx, whose OffloadingConnector may split",
+        ),
+        (
+            {"kv_transfer_config": connector("MultiConnector", module="x")},
+            "MultiConnector, which",
+        ),
+        (
+            {
+                "kv_transfer_config": connector(
+                    "OffloadingConnector", module="lmcache.integration.vllm"
+                )
+            },
+            None,
         ),
         (
             {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)},
@@ -164,6 +193,38 @@ def test_what_needs_pages_of_the_backend_s_own(
         checks.check_config(config(**fields))
     monkeypatch.setattr(checks, "has_page_specs", lambda: True)
     checks.check_config(config(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, None),
+        (
+            {"cache_config": SimpleNamespace(cache_dtype="int4")},
+            "kv_cache_dtype = int4 is not supported; use --kv-cache-dtype nvfp4, or another of",
+        ),
+        (
+            {"model_config": SimpleNamespace(use_mla=True, model="a/b")},
+            "a/b: MLA, .* is not supported; use vLLM's own backend: leave out --attention-backend",
+        ),
+    ],
+)
+def test_what_halfbyte_s_attention_cannot_run(
+    fields: Any, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft's configuration may have the backend, and the target's cache or model."""
+    monkeypatch.setattr(checks, "has_page_specs", lambda: True)
+    monkeypatch.setattr(checks, "is_halfbyte", lambda backend: backend == "CUSTOM")
+    attention = SimpleNamespace(backend="CUSTOM")
+    options = Options(kv_recipe="plain")
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            checks._check_settings(config(**fields, attention_config=attention), options)
+    for other in (
+        {"attention_config": SimpleNamespace(backend=None)},
+        {"attention_config": attention, "speculative_config": SimpleNamespace()},
+    ):
+        checks._check_settings(config(**fields, **other), options)
 
 
 @pytest.mark.parametrize("option", ["k_dtype", "v_dtype"])

@@ -46,6 +46,8 @@ def test_options_are_read() -> None:
     [
         (3, "additional_config.halfbyte: expected an object, got 3"),
         ({"kv_scale": "x"}, "unknown option kv_scale; expected kv_scales, draft_kv_scales, k_dt"),
+        ({"": 1, "a\nb": 1}, r"unknown option '', 'a\\nb'; expected kv_scales, "),
+        ({"kv_recipe": ["plain"]}, r"kv_recipe: expected one of plain, .*, got \['plain'\]"),
         ({"kv_scales": 3}, "halfbyte.kv_scales: expected a path, got 3"),
         ({"draft_kv_scales": ""}, "halfbyte.draft_kv_scales: expected a path, got ''"),
         ({"k_dtype": "fp9"}, "halfbyte.k_dtype: expected one of auto, bfloat16, .*, got 'fp9'"),

@@ -118,11 +118,16 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         return self.format.k.has_global_scale or self.format.v.has_global_scale
 
     def set_scales(self, scales: KVScales, layer: int, device: torch.device) -> None:
-        """Set the scales of a layer; on a GPU as tensors, which kernels read there."""
+        """Set the scales of a layer; on a GPU as tensors, which kernels read there.
+
+        Raises:
+            ValueError: the calibration is another model's.
+        """
         heads = slice(None)
         if self.recipe.changes_k:
             total = scales.calibration_for(self.recipe).layers[layer].mean.shape[0]
             rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+            scales.check_heads(layer, self.num_kv_heads, self.head_size, ranks)
             heads = heads_of_rank(total, self.num_kv_heads, rank, ranks)
         quantization = LayerQuantization.of(
             scales, layer, self.format.k, self.format.v, self.recipe, device, heads

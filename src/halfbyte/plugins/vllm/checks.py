@@ -1,5 +1,5 @@
-"""Rejects unsupported configurations by name: options together with vLLM's configuration checks,
-the rest when the first layer is created, before weights are read."""
+"""Rejects unsupported configurations by name, together with vLLM's configuration checks; what only
+layers and scales show, when the first layer is created, before weights are read."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from halfbyte.plugins.vllm import connectors
 from halfbyte.plugins.vllm.compilation import overlap_launches
 from halfbyte.plugins.vllm.formats import CARRIER
 from halfbyte.plugins.vllm.log import follow_vllm
-from halfbyte.plugins.vllm.options import SECTION, Options
+from halfbyte.plugins.vllm.options import CACHE_DTYPES, NEWER_CACHE_DTYPES, SECTION, Options
 from halfbyte.plugins.vllm.recipes import captures_stores, check_local_scales, resolve_options
-from halfbyte.plugins.vllm.registry import has_page_specs, uses_halfbyte
+from halfbyte.plugins.vllm.registry import has_page_specs, is_halfbyte, uses_halfbyte
 
 WHOLE_BLOCK_CONNECTORS = (
     "DecodeBenchConnector",
@@ -27,6 +27,10 @@ WHOLE_BLOCK_CONNECTORS = (
 """KV connectors that copy whole blocks between engines of one layout."""
 OFFLOADING_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 """Those that copy whole blocks in vLLM 0.24 too, where other connectors split K and V."""
+
+_CONNECTOR_PACKAGES = ("vllm", "lmcache")
+"""Packages whose connectors of these names copy whole blocks: vLLM prefers the class of a
+`kv_connector_module_path` to its own of that name."""
 
 
 def install() -> None:
@@ -48,14 +52,14 @@ def install() -> None:
 
 
 def _check_options(vllm_config: Any) -> None:
-    """Raise ValueError for unknown, invalid or ineffective options, and scales that are missing.
+    """Raise ValueError for options and settings that cannot be served, and scales that are missing.
 
     Here the error is vLLM's last line; in a worker it would precede pages of traceback.
     """
     options = Options.parse(vllm_config.additional_config)
     if uses_halfbyte(vllm_config):
         follow_vllm()
-        _check_files(options)
+        _check_settings(vllm_config, options)
         check_local_scales(vllm_config, options)
     # A draft's configuration, derived from the run's, may have another backend.
     elif vllm_config.speculative_config is None:
@@ -73,7 +77,20 @@ def check_config(vllm_config: Any) -> Options:
         ValueError: one line with what is not supported and what to do instead.
     """
     follow_vllm()
-    options = Options.parse(vllm_config.additional_config)
+    _check_settings(vllm_config, Options.parse(vllm_config.additional_config))
+    options = resolve_options(vllm_config)
+    if options.recipe.changes_k and captures_stores(vllm_config):
+        raise _refused(
+            f"kv_recipe {options.kv_recipe} with piecewise CUDA graphs that contain the cache's "
+            "update, and would replay it with the positions of the captured step,",
+            "leave out use_inductor_graph_partition and splitting_ops, or use "
+            "cudagraph_mode FULL_DECODE_ONLY or NONE",
+        )
+    return options
+
+
+def _check_settings(vllm_config: Any, options: Options) -> None:
+    """Raise ValueError for settings that cannot be served, whatever the model and its scales."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
@@ -96,7 +113,7 @@ def check_config(vllm_config: Any) -> Options:
             "k_dtype and v_dtype with this vLLM, which supports only its own cache dtypes,",
             "use vLLM 0.32 or later",
         )
-    model_config = getattr(vllm_config, "model_config", None)
+    model_config: Any = getattr(vllm_config, "model_config", None)
     if getattr(model_config, "enable_sleep_mode", False) and not has_page_specs():
         raise _refused(
             "enable_sleep_mode with this vLLM, which loses the cache's scales in sleep mode,",
@@ -107,17 +124,22 @@ def check_config(vllm_config: Any) -> Options:
             f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",
             f"use --kv-cache-dtype {CARRIER}",
         )
+    # A draft's configuration, derived from the run's, may have another backend or model.
+    attention: Any = getattr(vllm_config, "attention_config", None)
+    has_draft = getattr(vllm_config, "speculative_config", None) is not None
+    if not has_draft and attention is not None and is_halfbyte(attention.backend):
+        if cache.cache_dtype not in (supported := (*CACHE_DTYPES, *NEWER_CACHE_DTYPES)):
+            raise _refused(
+                f"kv_cache_dtype = {cache.cache_dtype}",
+                f"use --kv-cache-dtype {CARRIER}, or another of {', '.join(supported)}",
+            )
+        if getattr(model_config, "use_mla", False):
+            raise _refused(
+                f"{model_config.model}: MLA, which stores no separate K and V,",
+                "use vLLM's own backend: leave out --attention-backend",
+            )
     _check_files(options)
-    options = resolve_options(vllm_config)
-    if options.recipe.changes_k and captures_stores(vllm_config):
-        raise _refused(
-            f"kv_recipe {options.kv_recipe} with piecewise CUDA graphs that contain the cache's "
-            "update, and would replay it with the positions of the captured step,",
-            "leave out use_inductor_graph_partition and splitting_ops, or use "
-            "cudagraph_mode FULL_DECODE_ONLY or NONE",
-        )
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
-    return options
 
 
 def _check_files(options: Options) -> None:
@@ -129,11 +151,16 @@ def _check_files(options: Options) -> None:
 
 def _check_connector(transfer: Any) -> None:
     allowed = WHOLE_BLOCK_CONNECTORS if has_page_specs() else OFFLOADING_CONNECTORS
-    for name in _connectors(transfer):
+    for name, module in _connectors(transfer):
         if name not in allowed:
             raise _refused(
                 f"kv_connector = {name}, which may split pages or move them between layouts,",
                 f"use one that moves whole blocks: {', '.join(allowed)}",
+            )
+        if module and module.partition(".")[0] not in _CONNECTOR_PACKAGES:
+            raise _refused(
+                f"kv_connector_module_path = {module}, whose {name} may split pages,",
+                "leave it out, so that vLLM's own is used",
             )
     extra = getattr(transfer, "kv_connector_extra_config", None) or {}
     if "canonical_layout" in json.dumps(extra, default=str):
@@ -148,14 +175,15 @@ def _check_connector(transfer: Any) -> None:
         )
 
 
-def _connectors(transfer: Any) -> list[str]:
-    """Names of the connectors in use, including those inside a `MultiConnector`."""
+def _connectors(transfer: Any) -> list[tuple[str, str | None]]:
+    """Names and modules of the connectors in use, including those inside a `MultiConnector`."""
     if transfer is None or getattr(transfer, "kv_connector", None) is None:
         return []
-    if transfer.kv_connector != "MultiConnector":
-        return [transfer.kv_connector]
+    module = getattr(transfer, "kv_connector_module_path", None)
+    if transfer.kv_connector != "MultiConnector" or module:
+        return [(transfer.kv_connector, module)]
     parts = (transfer.kv_connector_extra_config or {}).get("connectors", [])
-    return [str(part.get("kv_connector")) for part in parts]
+    return [(str(x.get("kv_connector")), x.get("kv_connector_module_path")) for x in parts]
 
 
 def _refused(what: str, instead: str) -> ValueError:

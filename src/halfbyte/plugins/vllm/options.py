@@ -78,7 +78,7 @@ class Options:
             value = getattr(self, name)
             if value is not None and not _is_cache_dtype(value):
                 raise _not_among(name, _SIDE_DTYPES, value)
-        if self.kv_recipe is not None and self.kv_recipe not in RECIPES:
+        if self.kv_recipe is not None and self.kv_recipe not in tuple(RECIPES):  # may be unhashable
             raise _not_among("kv_recipe", RECIPES, self.kv_recipe)
         for name in _OF_WEIGHTS:
             if getattr(self, name) not in _CHOICES:
@@ -119,11 +119,11 @@ class Options:
         if not isinstance(section, Mapping):
             raise ValueError(f"additional_config.{SECTION}: expected an object, got {section!r}")
         known = [field.name for field in fields(cls)]
-        unknown = sorted(set(map(str, section)) - set(known))
+        unknown = [name for name in map(str, section) if name not in known]
         if unknown:
+            names = ", ".join(x if x.isidentifier() else repr(x) for x in sorted(unknown))
             raise ValueError(
-                f"additional_config.{SECTION}: unknown option {', '.join(unknown)}; expected "
-                f"{', '.join(known)}"
+                f"additional_config.{SECTION}: unknown option {names}; expected {', '.join(known)}"
             )
         fields_given = dict(section)
         for name in _OF_WEIGHTS:

@@ -13,6 +13,7 @@ from halfbyte.plugins.vllm.formats import LayerFormat
 from halfbyte.plugins.vllm.options import LastModel, Options
 from halfbyte.plugins.vllm.registry import is_halfbyte
 from halfbyte.plugins.vllm.scales import (
+    find_scales,
     has_no_weights,
     is_same_folder,
     no_scales,
@@ -100,19 +101,16 @@ def _known_scales(
     model_config: Any, load_config: Any, given: str | None, option: str
 ) -> KVScales | None:
     """Scales with a calibration, else any; None without scales or without weights."""
-    from halfbyte.models import find_kv_scales
     from halfbyte.models.kv_setup import calibrated_or_any
 
     if given is None and has_no_weights(load_config):
         return None
     folder, config = place_of_scales(model_config, load_config, given, option)
-    return calibrated_or_any(
-        lambda recipe: find_kv_scales(folder, config, given=given, recipe=recipe)
-    )
+    return calibrated_or_any(lambda recipe: find_scales(folder, config, given, option, recipe))
 
 
 def check_local_scales(vllm_config: Any, options: Options) -> None:
-    """Raise ValueError if the folder of a run's target has no scales and its cache needs some.
+    """Raise ValueError if a run's target in a folder needs scales, and there are none for it.
 
     Only where no layer can differ, for models that `halfbyte calibrate` takes, and with the
     folder's own `config.json`, since vLLM changes its configuration for parts of a model. Workers
@@ -123,17 +121,20 @@ def check_local_scales(vllm_config: Any, options: Options) -> None:
         options: of the run.
     """
     from halfbyte.checkpoints.dialects.registry import read_config
-    from halfbyte.models import SUPPORTED_MODEL_TYPES, find_kv_scales
+    from halfbyte.models import SUPPORTED_MODEL_TYPES
 
     target, load_config = vllm_config.model_config, vllm_config.load_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if target is None or target is draft or options.kv_scales is not None:
+    if target is None or target is draft:
         return
     folder = Path(str(target.model))
     is_uniform = is_halfbyte(vllm_config.attention_config.backend) and not getattr(
         vllm_config.cache_config, "kv_cache_dtype_skip_layers", None
     )
-    if has_no_weights(load_config) or not is_uniform or not (folder / "config.json").is_file():
+    # Dummy weights need no scales, and `hf_overrides` may fit the model to given ones.
+    given = options.kv_scales
+    leaves_it = has_no_weights(load_config) if given is None else bool(target.hf_overrides)
+    if leaves_it or not is_uniform or not (folder / "config.json").is_file():
         return
     # For other models a worker's error gives the actual reason.
     model_type = getattr(target.hf_text_config, "model_type", None)
@@ -147,8 +148,12 @@ def check_local_scales(vllm_config: Any, options: Options) -> None:
         return
     if not (formats.k.has_global_scale or formats.v.has_global_scale):
         return
-    if find_kv_scales(folder, read_config(folder), recipe=as_given.recipe) is None:
+    recipe = as_given.recipe
+    scales = find_scales(folder, read_config(folder), given, "kv_scales", recipe)
+    if scales is None:
         raise no_scales(target, load_config, "kv_scales")
+    if formats.k.is_nvfp4 and recipe.changes_k:
+        scales.calibration_for(recipe)
 
 
 def has_nvfp4_keys(vllm_config: Any, options: Options) -> bool:

@@ -23,7 +23,7 @@ from halfbyte.kvcache.calibration import (
     RopeAverages,
 )
 from halfbyte.kvcache.recipe import SEGMENT
-from halfbyte.plugins.vllm.options import Options
+from halfbyte.plugins.vllm.options import OptionError, Options
 
 logger = logging.getLogger("halfbyte")
 
@@ -107,13 +107,33 @@ def scales_of_model(
         if recipe is not None and recipe.changes_k:
             calibration = _dummy_calibration(model_config)
         return KVScales(amax, amax, "dummy weights", calibration)
-    from halfbyte.models import find_kv_scales
-
     folder, config = place_of_scales(model_config, load_config, given, option)
-    scales = find_kv_scales(folder, config, given=given, recipe=recipe)
+    scales = find_scales(folder, config, given, option, recipe)
     if scales is None:
         raise no_scales(model_config, load_config, option)
     return scales
+
+
+def find_scales(
+    folder: Path, config: Any, given: str | None, option: str, recipe: KVRecipe | None = None
+) -> KVScales | None:
+    """`find_kv_scales`, whose errors name the option if its file is the reason.
+
+    Args:
+        option: field of `Options` that `given` is from.
+
+    Raises:
+        OptionError: a given file that is absent, broken, or another model's.
+        ValueError: a broken file in the model's folder.
+    """
+    from halfbyte.models import find_kv_scales
+
+    try:
+        return find_kv_scales(folder, config, given=given, recipe=recipe)
+    except (ValueError, OSError) as error:
+        if given is None:
+            raise
+        raise OptionError([option], str(error)) from None
 
 
 def no_scales(model_config: Any, load_config: Any, option: str) -> ValueError:

@@ -23,6 +23,7 @@ from halfbyte.plugins.vllm import register
 from halfbyte.plugins.vllm.arguments import check_names
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.registry import has_page_specs, wants_kernels
+from kvcache.transforms import with_heads
 from models.zoo import make_model
 from plugins.vllm.engine.engines import (
     BUNDLED,
@@ -174,11 +175,25 @@ def test_scales_of_another_model_are_refused(tmp_path: Path) -> None:
     folder = bundled_copy(tmp_path)
     file = tmp_path / "other.json"
     file.write_text((folder / KV_SCALES_FILE).read_text().replace("k_amax", "k_max"))
-    options = {"additional_config": {"halfbyte": {"kv_scales": str(file)}}}
-    refused("other.json", folder, **options)
+    options: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_scales": str(file)}}}
+    refused(r"halfbyte\.kv_scales: .*other.json: not a file of KV scales", folder, **options)
     halfbyte.kvcache.KVScales((1.0,) * 3, (1.0,) * 3, "one").save(tmp_path)
     options = {"additional_config": {"halfbyte": {"kv_scales": str(tmp_path / KV_SCALES_FILE)}}}
-    refused(r"\(one\): 3 layers, the model has 10", folder, **options)
+    refused(r"halfbyte\.kv_scales: .*\(one\): 3 layers, the model has 10", folder, **options)
+    with pytest.raises(ValueError, match="3 layers") as caught, vllm_engine(folder, **options):
+        pass
+    assert "initialize_model" not in {entry.name for entry in caught.traceback}
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_calibration_of_other_heads_is_refused(tmp_path: Path, heads: int) -> None:
+    """Of a file that does not name its model: some of its means would apply to other heads."""
+    stored = halfbyte.kvcache.KVScales.load(BUNDLED)
+    assert stored is not None
+    other = with_heads(stored, heads)
+    section = {"kv_scales": str(other.save(tmp_path)), "kv_recipe": "balanced"}
+    message = f"layer 0 has a calibration for {heads} KV heads of 64, the model has 2 of 64; "
+    refused(message, additional_config={"halfbyte": section})
 
 
 def test_scales_that_are_given_are_used(tmp_path: Path) -> None:
@@ -221,13 +236,25 @@ def test_scales_that_are_given_are_used(tmp_path: Path) -> None:
         ),
         (
             {"kv_cache_dtype": "int8_per_token_head"},
-            "kv_cache_dtype not supported.*use --kv-cache-dtype nvfp4",
+            "kv_cache_dtype = int8_per_token_head is not supported; use --kv-cache-dtype nvfp4",
+        ),
+        (
+            {
+                "additional_config": {"halfbyte": {"v_dtype": "mxfp4"}},
+                "kv_cache_dtype": "auto",
+            },
+            "k_dtype or v_dtype with" if has_page_specs() else "k_dtype and v_dtype with this vLLM",
         ),
     ],
-    ids=["option", "option-idle", "option-no-effect", "block", "connector", "dtype"],
+    ids=["option", "option-idle", "option-no-effect", "block", "connector", "dtype", "side-dtype"],
 )
 def test_wrong_use_is_one_clear_error_at_start(options: dict[str, Any], message: str) -> None:
-    refused(message, **options)
+    """By vLLM's configuration, not by a worker, whose error would precede pages of traceback."""
+    with pytest.raises(ValueError, match=message) as caught, vllm_engine(**options):
+        pass
+    functions = {entry.name for entry in caught.traceback}
+    # vLLM itself shows block sizes to a backend when it makes the layers.
+    assert ("initialize_model" in functions) == ("block_size" in options)
 
 
 @pytest.mark.skipif(has_page_specs(), reason="this vLLM lets a backend say what a page is")
