@@ -239,6 +239,25 @@ def test_k_and_v_dtypes_need_the_cache_dtype_nvfp4(
         checks.check_config(config(cache_config=cache, additional_config=asked))
 
 
+def test_k_and_v_dtypes_of_a_target_leave_an_unquantized_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "has_page_specs", lambda: True)
+    model, draft = SimpleNamespace(name="target"), SimpleNamespace(name="draft")
+    speculative = SimpleNamespace(draft_model_config=draft)
+    options = Options(k_dtype="mxfp4")
+
+    def check(model_config: Any, cache_dtype: str) -> None:
+        cache = SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=None)
+        given = {"cache_config": cache, "speculative_config": speculative}
+        checks._check_settings(config(model_config=model_config, **given), options)
+
+    check(draft, "auto")
+    for refused in ((model, "auto"), (draft, "fp8")):
+        with pytest.raises(ValueError, match="use --kv-cache-dtype nvfp4"):
+            check(*refused)
+
+
 def test_connectors_of_an_unknown_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "has_page_specs", lambda: True)
     monkeypatch.setattr(connectors, "is_installed", lambda: False)

@@ -119,15 +119,19 @@ def _check_settings(vllm_config: Any, options: Options) -> None:
             "enable_sleep_mode with this vLLM, which loses the cache's scales in sleep mode,",
             "use vLLM 0.32 or later",
         )
-    if (options.k_dtype or options.v_dtype) and cache.cache_dtype != CARRIER:
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    is_draft = model_config is not None and model_config is draft
+    unquantized = ("auto", "bfloat16", "float16")
+    fits = cache.cache_dtype == CARRIER or (is_draft and cache.cache_dtype in unquantized)
+    if (options.k_dtype or options.v_dtype) and not fits:
         raise _refused(
             f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",
             f"use --kv-cache-dtype {CARRIER}",
         )
     # A draft's configuration, derived from the run's, may have another backend or model.
     attention: Any = getattr(vllm_config, "attention_config", None)
-    has_draft = getattr(vllm_config, "speculative_config", None) is not None
-    if not has_draft and attention is not None and is_halfbyte(attention.backend):
+    if speculative is None and attention is not None and is_halfbyte(attention.backend):
         if cache.cache_dtype not in (supported := (*CACHE_DTYPES, *NEWER_CACHE_DTYPES)):
             raise _refused(
                 f"kv_cache_dtype = {cache.cache_dtype}",

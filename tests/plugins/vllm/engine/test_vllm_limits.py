@@ -11,7 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, BloomForCausalLM, DeepseekV2Config, DeepseekV2ForCausalLM
+from transformers import (
+    BertConfig,
+    BloomConfig,
+    BloomForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+)
 
 import halfbyte
 from halfbyte.assets import heldout_texts
@@ -289,6 +295,21 @@ def test_models_with_alibi_are_refused(tmp_path: Path) -> None:
     config = BloomConfig(vocab_size=512, hidden_size=64, n_layer=2, n_head=4)
     BloomForCausalLM(config).save_pretrained(tmp_path)
     refused("alibi_slopes.*leave out --attention-backend", tmp_path, **NO_TOKENIZER)
+
+
+def test_encoders_are_refused(tmp_path: Path) -> None:
+    config = BertConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        architectures=["BertModel"],
+    )
+    config.save_pretrained(tmp_path)
+    pooling: dict[str, Any] = {"runner": "pooling", "load_format": "dummy"}
+    message = "attention type .*ENCODER_ONLY.*leave out --attention-backend"
+    refused(message, tmp_path, **pooling, **NO_TOKENIZER)
 
 
 @pytest.mark.parametrize("dtype", ["nvfp4", "auto"])
