@@ -99,13 +99,14 @@ def test_tiles_give_the_same_bits(tokens: int) -> None:
     assert torch.equal(out, run(hidden, experts, ids, weights, 64))
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_rings_that_go_round(slots: int) -> None:
-    """A stage or a tile's block scales are not overwritten while they are still read."""
-    arguments = case("mxfp4-limited", 40, 2)
+@pytest.mark.parametrize(("weight_k", "slots"), [(128, 1), (128, 2), (256, 1), (256, 2)])
+@pytest.mark.parametrize("kind", ["swiglu", "mxfp4-limited"])
+def test_rings_that_go_round(kind: str, weight_k: int, slots: int) -> None:
+    """Stages of x, copies of W and block scales are not overwritten while they are still read."""
+    arguments = case(kind, 40, 2)
 
     def small_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan:
-        return MoeGemmPlan(tokens, 4, slots)
+        return MoeGemmPlan(tokens, weight_k, slots, 4, slots)
 
     with patch.object(launcher, "make_plan", small_plan):
         for _ in range(2):

@@ -81,10 +81,10 @@ def test_rows_of_parts_of_experts() -> None:
     """Parts one behind the other, or with alternating rows."""
     experts = tensor_map_of_experts.__wrapped__
     with patch.object(tensor_maps, "_encode", lambda *told: told):
-        halves = experts(4096, ExpertRows(96, 64, 2, 5), 16)
-        turns = experts(4096, ExpertRows(96, 64, 2, 5, interleaved=True), 16)
-        alone = experts(4096, ExpertRows(96, 64, 1, 5), 32)
+        halves = experts(4096, ExpertRows(96, 64, 2, 5), 16, 64)
+        turns = experts(4096, ExpertRows(96, 64, 2, 5, interleaved=True), 16, 64)
+        alone = experts(4096, ExpertRows(96, 64, 1, 5), 32, 128)
     sizes, box, uint8 = (96, 64, 2, 5), (64, 16, 2, 1), torch.uint8
     assert halves == (4096, sizes, (96, 96 * 64, 96 * 128), box, uint8)
     assert turns == (4096, sizes, (192, 96, 96 * 128), box, uint8)
-    assert alone == (4096, (96, 64, 1, 5), (96, 96 * 64, 96 * 64), (64, 32, 1, 1), uint8)
+    assert alone == (4096, (96, 64, 1, 5), (96, 96 * 64, 96 * 64), (128, 32, 1, 1), uint8)

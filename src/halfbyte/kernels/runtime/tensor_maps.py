@@ -95,22 +95,26 @@ class ExpertRows(NamedTuple):
     rows: int
     """Rows of a part of an expert's matrix."""
     parts: int
-    """Parts of an expert's matrix: 2 for gate and up, otherwise 1."""
+    """Parts of an expert's matrix, such as gate and up."""
     experts: int
     interleaved: bool = False
     """Whether rows of the parts alternate."""
 
 
 @lru_cache(maxsize=4096)
-def tensor_map_of_experts(address: int, matrices: ExpertRows, rows: int) -> TensorMap:
-    """Tensor map of `matrices` with boxes of 64 bytes of `rows` rows of each part of one expert.
+def tensor_map_of_experts(
+    address: int, matrices: ExpertRows, rows: int, box_bytes: int
+) -> TensorMap:
+    """Tensor map of `matrices` with boxes of `box_bytes` bytes of `rows` rows of each part of one
+    expert.
 
-    Its dimensions are bytes, rows, parts and experts. Bytes beyond them are read as zeros. 64-byte
-    swizzle.
+    Its dimensions are bytes, rows, parts and experts. Bytes beyond them are read as zeros. The
+    swizzle is that of `box_bytes`.
 
     Args:
         address: of the first byte, a multiple of 16.
         rows: of a part in a box.
+        box_bytes: 32, 64 or 128.
 
     Raises:
         RuntimeError: the driver refuses it.
@@ -119,7 +123,11 @@ def tensor_map_of_experts(address: int, matrices: ExpertRows, rows: int) -> Tens
     row, part = (parts, 1) if interleaved else (1, height)
     strides = (row * row_bytes, part * row_bytes, parts * height * row_bytes)
     return _encode(
-        address, (row_bytes, height, parts, experts), strides, (64, rows, parts, 1), torch.uint8
+        address,
+        (row_bytes, height, parts, experts),
+        strides,
+        (box_bytes, rows, parts, 1),
+        torch.uint8,
     )
 
 

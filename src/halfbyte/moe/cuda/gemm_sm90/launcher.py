@@ -20,6 +20,7 @@ from halfbyte.kernels.runtime.tensor_maps import (
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
 from halfbyte.moe.as_loaded import MatrixTensors
 from halfbyte.moe.cuda.gemm_sm90.plan import (
+    LINE_K,
     SORT_THREADS,
     STEP_K,
     STRIP,
@@ -160,8 +161,9 @@ def _multiply(
     arguments = product_arguments(_Params, matrices, activation, **sizes)
     arguments.bind(tiles=found.tiles, num_tiles=found.num_tiles)
     columns = out.shape[1] if work.gated else work.n
+    kernel, plan = _kernel_of(work, tokens, x.dtype, device)
     maps = (
-        _weight_map(matrices.weight.data_ptr(), work, device),
+        _weight_map(matrices.weight.data_ptr(), work, plan.weight_k, device),
         _map(x.data_ptr(), *x.shape, x.shape[1], x.dtype, tokens // 2, 64, device),
         _map(
             out.data_ptr(),
@@ -174,7 +176,7 @@ def _multiply(
             device,
         ),
     )
-    kernel, resident = _kernel_of(work, tokens, x.dtype, device)
+    resident = plan.ctas * gpu_of(device).num_sms // 2
     clusters = min(resident, found.max_tiles * row_pairs(work))
     nvrtc.launch(kernel, 2 * clusters, _THREADS, (*maps, arguments.params), overlap=True)
 
@@ -182,13 +184,11 @@ def _multiply(
 @lru_cache(maxsize=4096)
 def _kernel_of(
     work: Work, tokens: int, dtype: torch.dtype, device: int
-) -> tuple[nvrtc.Kernel, int]:
-    """The kernel of a product, and how many of its clusters are resident."""
-    gpu = gpu_of(device)
-    plan = make_plan(work, tokens, gpu.block_bytes)
+) -> tuple[nvrtc.Kernel, MoeGemmPlan]:
+    plan = make_plan(work, tokens, gpu_of(device).block_bytes)
     assert plan is not None, "`choose_tokens` has checked it"
     kernel = _gemm_kernel(dtype, plan.macros(work), plan.shared_bytes(work), device)
-    return kernel, plan.ctas * gpu.num_sms // 2
+    return kernel, plan
 
 
 def _padded(k: int) -> int:
@@ -196,11 +196,14 @@ def _padded(k: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _weight_map(address: int, work: Work, device: int) -> TensorMap:
-    parts = 2 if work.gated else 1
-    matrices = ExpertRows(work.k // 2, work.n // parts, parts, work.num_experts, work.interleaved)
+def _weight_map(address: int, work: Work, weight_k: int, device: int) -> TensorMap:
+    """Boxes are runs of rows, in parts as `work.cuh` reads them."""
+    parts, interleaved = (2, work.interleaved) if work.gated else (1, False)
+    if not work.gated and weight_k == LINE_K:
+        parts, interleaved = 8, True
+    matrices = ExpertRows(work.k // 2, work.n // parts, parts, work.num_experts, interleaved)
     with current_device(device):
-        return tensor_map_of_experts(address, matrices, _RUN_ROWS // parts)
+        return tensor_map_of_experts(address, matrices, _RUN_ROWS // parts, weight_k // 2)
 
 
 @lru_cache(maxsize=4096)

@@ -19,51 +19,51 @@ struct Loader {
   Barriers barriers;
   int rank;
 
-  // Waits until all workers have read the previous contents of a stage.
-  __device__ __forceinline__ void wait_for_stage(const PipelineState& state) const {
-    barrier_wait(barriers.empty + 8 * state.stage, state.parity ^ 1);
-  }
-
-  // The barriers expect all bytes of their stages, including those of x.
   __device__ __forceinline__ void load_weights(const TensorMap* map) const {
     Work work(p);
-    PipelineState state;
+    WeightState at;
     while (work.next(p)) {
       const int expert = Tile(work.tile).expert;
-      for (int step = 0; step < p.steps; step++) {
-        wait_for_stage(state);
-        const u32 barrier = barriers.full + 8 * state.stage;
-        const u32 to = shared + OFF_WEIGHT + state.stage / 2 * WEIGHT_BYTES;
-        barrier_expect(barrier, X_BYTES + WEIGHT_BYTES);
+      for (int step = 0; step < p.steps; step += WEIGHT_STEPS, at.next()) {
+        const u32 barrier = barriers.weight_full + 8 * at.stage;
+        const u32 to = shared + OFF_WEIGHT + at.stage * WEIGHT_BYTES;
+        barrier_wait(barriers.weight_empty + 8 * at.stage, at.parity ^ 1);
+        barrier_expect(barrier, WEIGHT_BYTES);
 #pragma unroll
         for (int run = 0; run < RUNS; run++)
-          copy_weights(to + run * (RUN_ROWS * 64), map, step * 64, run_begin(work.row_pair, rank, run), expert,
-                       barrier);
-        state.next();
-        wait_for_stage(state);
-        barrier_expect(barriers.full + 8 * state.stage, X_BYTES);
-        state.next();
+          copy_weights(to + run * (RUN_ROWS * WEIGHT_ROW_BYTES), map, step * 64,
+                       run_begin(work.row_pair, rank, run) / (GATED ? 1 : ROW_PARTS), expert, barrier);
       }
     }
   }
 
+  // Waits until all workers of the cluster have read the previous contents of a stage, the first or second of a step.
+  __device__ __forceinline__ void wait_for_stage(const XState& at, int half) const {
+    barrier_wait(barriers.empty + 16 * at.stage + 8 * half, at.parity ^ 1);
+  }
+
   __device__ __forceinline__ void load_x(const TensorMap* map) const {
     Work work(p);
-    PipelineState state;
+    XState at;
     while (work.next(p)) {
       const Tile tile(work.tile);
       // Tokens of another expert may follow; their results are not written. If the tile has at most TOKENS / 2
       // tokens, both CTAs load the first half; that is faster than loading unused rows.
       const int token = tile.first + (tile.count > TOKENS / 2 ? rank * (TOKENS / 2) : 0);
-      for (int stage = 0; stage < 2 * p.steps; stage++, state.next()) {
-        wait_for_stage(state);
-        copy_x(shared + state.stage * X_BYTES + rank * (X_BYTES / 2), map, stage * 64, token,
-               barriers.full + 8 * state.stage);
+      for (int step = 0; step < p.steps; step++, at.next()) {
+        const u32 barrier = barriers.full + 8 * at.stage;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          wait_for_stage(at, half);
+          if (half == 0) barrier_expect(barrier, 2 * X_BYTES);
+          copy_x(shared + (2 * at.stage + half) * X_BYTES + rank * (X_BYTES / 2), map, step * 128 + half * 64, token,
+                 barrier);
+        }
       }
     }
     // Waits for the other CTA's last arrivals at barriers here, before this CTA may exit.
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++, state.next()) wait_for_stage(state);
+    for (int i = 0; i < STAGES / 2; i++, at.next()) wait_for_stage(at, 0), wait_for_stage(at, 1);
     // Not before the last matmul: otherwise all CTAs of the next kernel would start on the few SMs whose CTAs
     // have ended.
     allow_next();
@@ -73,15 +73,15 @@ struct Loader {
   __device__ __forceinline__ void load_scales() const {
     const u32 row_bytes = p.k / BLOCK;
     Work work(p);
-    ScaleSlot at;
+    ScaleState at;
     for (; work.next(p); at.next()) {
-      const u32 barrier = barriers.scale_full + 8 * at.slot, to = shared + OFF_SCALE + at.slot * ROWS * row_bytes;
+      const u32 barrier = barriers.scale_full + 8 * at.stage, to = shared + OFF_SCALE + at.stage * ROWS * row_bytes;
       const u8* const expert = p.scales + (u64)Tile(work.tile).expert * p.n * row_bytes;
       const int rows = GATED ? p.n / 2 : p.n;
       u32 runs = 0;
 #pragma unroll
       for (int run = 0; run < RUNS; run++) runs += run_begin(work.row_pair, rank, run) < rows;
-      barrier_wait(barriers.scale_empty + 8 * at.slot, at.parity ^ 1);
+      barrier_wait(barriers.scale_empty + 8 * at.stage, at.parity ^ 1);
       barrier_expect(barrier, runs * RUN_ROWS * row_bytes);
 #pragma unroll
       for (int run = 0; run < RUNS; run++) {

@@ -11,6 +11,9 @@ ROWS = 128
 """Rows of W in a CTA's tile; a cluster has two."""
 STEP_K = 128
 """k per step."""
+LINE_K = 256
+"""k in a line of the cache. Copies of whole lines of W take half as many requests to L2, but a slot
+is free only after 256 k."""
 STRIP = 16
 """The sorted pairs of each expert begin at a multiple of this."""
 MAX_PAIRS = 2**20
@@ -46,6 +49,8 @@ TOKENS = tuple(WIDTHS)
 _TILE_STEPS = 1.1
 """Cost of starting and storing a tile, in steps; from the same fit."""
 _SAMPLES = 32
+_MAX_TOKENS_OF_LINES = 128
+"""Max tokens of a tile for copies of whole lines; larger tiles need the memory for x."""
 _WANTED_MICROSECONDS = 3.3
 """Time that the stages in flight should cover: the latency of HBM under load."""
 
@@ -54,8 +59,12 @@ class MoeGemmPlan(NamedTuple):
     """Macros of a launch, named as in `gemm.cu`."""
 
     tokens: int
+    weight_k: int
+    """Of a copy of W: `LINE_K` or `STEP_K`."""
+    weight_slots: int
+    """Copies of W in their ring."""
     stages: int
-    """Stages of the ring, an even number: x of 64 k each, and W of 128 k for two."""
+    """Stages of x in their ring, 64 k each; an even number."""
     scale_slots: int
     """Tiles whose block scales fit into shared memory at a time."""
     ctas: int = 1
@@ -69,6 +78,8 @@ class MoeGemmPlan(NamedTuple):
             ("INTERLEAVED", int(work.interleaved)),
             ("TOKENS", self.tokens),
             ("WIDTH_STEP", WIDTHS[self.tokens][0]),
+            ("WEIGHT_K", self.weight_k),
+            ("WEIGHT_SLOTS", self.weight_slots),
             ("STAGES", self.stages),
             ("CTAS", self.ctas),
             ("SCALE_SLOTS", self.scale_slots),
@@ -76,10 +87,11 @@ class MoeGemmPlan(NamedTuple):
 
     def shared_bytes(self, work: Work) -> int:
         """Dynamic shared memory of a CTA: ring, output, barriers, block scales."""
-        stage = self.tokens * 128 + ROWS * 32
+        weights = self.weight_slots * ROWS * self.weight_k // 2
+        x = self.stages * self.tokens * 128
         out = ROWS * max(32, self.tokens * (1 if work.gated else 2))
         scales = ROWS * work.k // BLOCK_SIZES[work.weight_format]
-        return self.stages * stage + out + _RESERVED_BYTES + self.scale_slots * scales
+        return weights + x + out + _RESERVED_BYTES + self.scale_slots * scales
 
 
 def steps(work: Work) -> int:
@@ -100,16 +112,33 @@ def make_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan | None:
     """
     for ctas in range(MAX_CTAS[tokens], 0, -1):
         room = (block_bytes + _CTA_BYTES) // ctas - _CTA_BYTES
-        plans = []
-        for slots in (1, 2):
-            stages = range(_MIN_STAGES[ctas], _MAX_STAGES + 1, 2)
-            fitting = [MoeGemmPlan(tokens, n, slots, ctas) for n in stages]
-            plans += [plan for plan in fitting if plan.shared_bytes(work) <= room][-1:]
-        if plans:
-            wanted = 2 * ceil(_WANTED_MICROSECONDS / ctas / _STEP_MICROSECONDS[tokens])
-            # A second slot hides the latency of a tile's scales, unless weights would wait instead.
-            return max(plans, key=lambda plan: (min(plan.stages, wanted), plan.scale_slots))
+        wanted = 2 * ceil(_WANTED_MICROSECONDS / ctas / _STEP_MICROSECONDS[tokens])
+        # Whole lines if they fit.
+        for weight_k in (LINE_K, STEP_K) if tokens <= _MAX_TOKENS_OF_LINES else (STEP_K,):
+            plans = [
+                plan
+                for scale_slots in (1, 2)
+                for stages in range(_MIN_STAGES[ctas], _MAX_STAGES + 1, 2)
+                for weight_slots in _weight_slots(weight_k, stages)
+                if (plan := MoeGemmPlan(tokens, weight_k, weight_slots, stages, scale_slots, ctas))
+                and plan.shared_bytes(work) <= room
+            ]
+            if plans:
+                return max(plans, key=lambda plan: _preference(plan, wanted))
     return None
+
+
+def _preference(plan: MoeGemmPlan, wanted: int) -> tuple[int, ...]:
+    # A second slot hides the latency of a tile's scales, unless weights would wait instead.
+    first = min(plan.stages, wanted), plan.scale_slots
+    if plan.tokens * 2 > ROWS // 2:  # more bytes of x than of W
+        return *first, plan.stages, plan.weight_slots
+    return *first, plan.weight_slots, plan.stages
+
+
+def _weight_slots(weight_k: int, stages: int) -> tuple[int, ...]:
+    """Possible copies in the ring of W: for as many k as in that of x, or two or three lines."""
+    return (stages // 2,) if weight_k == STEP_K else (2, 3)
 
 
 def max_rows(num_pairs: int, num_experts: int) -> int:

@@ -9,7 +9,7 @@
 struct Place {
   int group, warp, lane;
   int channel;        // gated: of both rows, in the pair of tiles; otherwise of the first row
-  int rows[2];        // in shared memory: of weights
+  int row;            // in shared memory: of weights, the first row
   int scale_rows[2];  // and of block scales
 
   __device__ __forceinline__ Place(int rank) {
@@ -19,19 +19,29 @@ struct Place {
 #if GATED
     const Channel at(group * 32 + warp * 8 + g);
     channel = 32 * at.run + 16 * rank + at.place;
-    rows[0] = RUN_ROWS * at.run + at.place, rows[1] = rows[0] + 16;
+    row = RUN_ROWS * at.run + at.place;
     scale_rows[0] = RUN_ROWS * at.run + (INTERLEAVED ? 2 : 1) * at.place;
     scale_rows[1] = scale_rows[0] + (INTERLEAVED ? 1 : 16);
 #else
-    rows[0] = group * 64 + warp * 16 + g, rows[1] = rows[0] + 8;
-    channel = rank * ROWS + rows[0];
-    scale_rows[0] = rows[0], scale_rows[1] = rows[1];
+    scale_rows[0] = group * 64 + warp * 16 + g, scale_rows[1] = scale_rows[0] + 8;
+    channel = rank * ROWS + scale_rows[0];
+    row = place_of_row(scale_rows[0]);
 #endif
   }
 
-  // Address of a row's 16 bytes of this lane in a slot of W, 64-byte swizzle.
-  __device__ __forceinline__ u32 weight_offset(int i) const {
-    return rows[i] * 64 + ((lane % 4 ^ rows[i] / 2 % 4) * 16);
+  // Address of the first row's 16 bytes of this lane in a slot of W, with TMA's swizzle for rows of so many bytes.
+  __device__ __forceinline__ u32 weight_offset() const {
+    const int swizzle = WEIGHT_K == 256 ? row % 8 : row / 2 % 4;
+    return row * WEIGHT_ROW_BYTES + ((lane % 4 ^ swizzle) * 16);
+  }
+
+  // The second row's, from the first one's address.
+  __device__ __forceinline__ static u32 second_row(u32 address) {
+#if !GATED && WEIGHT_K == 256
+    return address ^ (WEIGHT_ROW_BYTES + 16);  // the next row, after an even one
+#else
+    return address + (GATED ? 16 : 8) * WEIGHT_ROW_BYTES;  // the same swizzle
+#endif
   }
 };
 

@@ -55,6 +55,16 @@ struct Work {
   }
 };
 
+// Parts of a run of rows, a dimension of the tensor map: gate and up, or rows i, i + ROW_PARTS, ... Eight lanes load 64
+// bytes of each of two rows at a time, and should find them in different banks. In rows of 128 bytes the swizzle swaps
+// halves every four rows: gated, two such rows are four apart (Channel), otherwise these parts have four rows.
+#define ROW_PARTS (GATED ? 2 : WEIGHT_K == 256 ? 8 : 1)
+
+// Place in shared memory of a row that is not gated.
+__device__ __forceinline__ int place_of_row(int row) {
+  return row / RUN_ROWS * RUN_ROWS + row % ROW_PARTS * (RUN_ROWS / ROW_PARTS) + row % RUN_ROWS / ROW_PARTS;
+}
+
 // First row of a run of this CTA; gated, of 16 channels.
 __device__ __forceinline__ int run_begin(int row_pair, int rank, int run) {
 #if GATED
