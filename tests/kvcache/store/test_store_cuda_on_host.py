@@ -10,7 +10,7 @@ import torch
 from cuda_on_host import needs_compiler
 from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import StoreConfig, StoreInputs
-from halfbyte.kvcache.store.cuda.store import CudaStore, StoreVariant, tokens_per_thread
+from halfbyte.kvcache.store.cuda.store import CudaStore
 from halfbyte.kvcache.store.registry import select_store
 from halfbyte.layouts import PageLayout
 from kvcache.store.close_calls import CLOSE_CALLS, assert_close_calls_are_stored
@@ -125,45 +125,6 @@ def test_tokens_are_stored_alone() -> None:
         on_gpu_of(num_sms)(*arguments[:7], transform, arguments[8])
 
     assert_tokens_are_stored_alone(store, LAYOUTS["64 NHD"])
-
-
-@pytest.mark.parametrize("num_sms", [0, 20, 132])
-@pytest.mark.parametrize("num_slots", [1, 300, 1056, 8192, 16384, 100_000])
-def test_tokens_per_thread_in_waves(num_slots: int, num_sms: int) -> None:
-    """All blocks are stored; fewer tokens per thread need more waves, and fewer waves more."""
-    layout = PageLayout("nvfp4_4over6", "nvfp4", 128, 64, 8, 16)
-    dtype = torch.bfloat16
-    variant = StoreVariant(dtype, dtype, dtype, True, 64, True, True, 1, True, True)
-
-    def count_ctas(k_tokens: int, v_tokens: int) -> tuple[int, int]:
-        return (
-            variant.k_ctas(layout, num_slots, k_tokens),
-            variant.v_ctas(layout, num_slots, v_tokens),
-        )
-
-    tokens = tokens_per_thread(layout, variant, num_slots, num_sms)
-    ctas = count_ctas(*tokens)
-    for size, per_thread, count in zip((128, 64), tokens, ctas, strict=True):
-        assert count * variant.threads * per_thread >= num_slots * 8 * size // 16
-    places = max(num_sms, 1) * variant.ctas_per_sm
-    waves = -(-sum(ctas) // places)
-    k_tokens = tokens[0]
-    assert 1 <= k_tokens <= 16
-    if k_tokens > 1:
-        assert sum(count_ctas(k_tokens - 1, int((k_tokens - 1) * 1.2))) > waves * places
-    if waves > 1:
-        assert sum(count_ctas(16, 19)) > (waves - 1) * places
-
-
-def test_tokens_per_thread_of_a_prompt() -> None:
-    """8,192 tokens of Llama-3.1-8B on an H200: one wave of 635 CTAs for 660 places."""
-    layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, 8, 16)
-    dtype = torch.bfloat16
-    variant = StoreVariant(dtype, dtype, dtype, True, 64, True, True, 1, True, True)
-    assert tokens_per_thread(layout, variant, 8192, 132) == (12, 14)
-    assert variant.k_ctas(layout, 8192, 12) + variant.v_ctas(layout, 8192, 14) == 635
-    few = variant._replace(small_grid=True)
-    assert tokens_per_thread(layout, few, 64, 132) == (1, 1)
 
 
 def stored(store: Store, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:

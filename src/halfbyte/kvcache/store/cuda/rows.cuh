@@ -38,8 +38,8 @@ struct Params {
   const i64 *ring_rows, *ring_owners, *ring_slots;
   float k_scale_number, v_scale_number;
   u32 num_slots, num_first, num_segments, num_kept, ring;
-  u32 k_tokens, v_tokens;                                   // per thread, which stores one block of each
-  u32 ring_ctas, k_ctas;                                    // the grid: CTAs for rings, for K, then for V
+  u32 tokens;                                               // per thread: it stores one block of each; a power of two
+  u32 k_ctas, v_ctas;                                       // the grid: CTAs for K, for V, then for rings
 };
 
 template <int TYPE>
@@ -220,17 +220,15 @@ struct Mean {
   }
 };
 
-// As Mean, for BY_BLOCK, with the sum of the block's weights and the thread's last token. If the launch fills the GPU,
-// all are in shared memory: fewer registers allow more CTAs per SM.
+// As Mean, for BY_BLOCK, with room for one more number. If the launch fills the GPU, both are in shared memory: fewer
+// registers allow more CTAs per SM.
 #if SMALL_GRID
 struct BlockMean : Mean {
-  float sum;
-  u32 last;
+  float number;
 
   __device__ __forceinline__ explicit BlockMean(unsigned char*) {}
-  __device__ __forceinline__ void keep(float weight_sum, u32 last_token) { sum = weight_sum, last = last_token; }
-  __device__ __forceinline__ float weight_sum() const { return sum; }
-  __device__ __forceinline__ u32 last_token() const { return last; }
+  __device__ __forceinline__ void keep(float x) { number = x; }
+  __device__ __forceinline__ float kept() const { return number; }
 };
 #else
 struct BlockMean {
@@ -256,11 +254,8 @@ struct BlockMean {
       key[4 * i + 2] = sub(key[4 * i + 2], float_of(x.z)), key[4 * i + 3] = sub(key[4 * i + 3], float_of(x.w));
     }
   }
-  __device__ __forceinline__ void keep(float weight_sum, u32 last_token) const {
-    store_float2(own + 4 * STRIDE, weight_sum, float_of(last_token));
-  }
-  __device__ __forceinline__ float weight_sum() const { return load_float2(own + 4 * STRIDE).x; }
-  __device__ __forceinline__ u32 last_token() const { return bits_of(load_float2(own + 4 * STRIDE).y); }
+  __device__ __forceinline__ void keep(float x) const { store_float2(own + 4 * STRIDE, x, 0.0f); }
+  __device__ __forceinline__ float kept() const { return load_float2(own + 4 * STRIDE).x; }
 };
 #endif
 

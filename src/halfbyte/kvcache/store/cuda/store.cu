@@ -1,5 +1,5 @@
 // Stores K and V of a step whose K a recipe changes, in one launch; the bytes are those of the reference
-// (kvcache/store/reference.py). CTAs take tokens that also go to rings, K, or V.
+// (kvcache/store/reference.py). CTAs take K, V, or tokens that also go to rings.
 //
 // K is centred (segment means), rotated (Hadamard), and rounded to NVFP4; tokens at position 0 that are constants of
 // the model are marked. How K is rounded decides what a warp takes:
@@ -30,26 +30,23 @@
 struct KeyBlock {
   u32 part, head, token;
 
-  // `number`: of the thread, among those for K.
-  __device__ __forceinline__ KeyBlock(const Params& p, u32 number) {
-    part = number % PARTS, head = number / PARTS % KV_HEADS, token = number / (PARTS * KV_HEADS) * p.k_tokens;
+  __device__ __forceinline__ explicit KeyBlock(const Params& p, u32 number = blockIdx.x * THREADS + threadIdx.x) {
+    part = number % PARTS, head = number / PARTS % KV_HEADS, token = number / (PARTS * KV_HEADS) * p.tokens;
   }
 };
 
-// Blocks of K without error feedback: of `p.k_tokens` tokens, or without EASY of one. `position` and `place` are the
-// first one's; `memory` is `StoreVariant.shared_bytes` of the CTA's shared memory.
+// Blocks of K of `tokens` tokens, a power of two, without error feedback. `position` and `place` are the first one's;
+// `memory` is `StoreVariant.shared_bytes` of the CTA's shared memory.
 template <bool EASY>
-__device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, u32 position, Place place, float g,
-                                                 unsigned char* memory) {
+__device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, u32 tokens, u32 position, Place place,
+                                                 float g, unsigned char* memory) {
   const u32 part = block.part, head = block.head;
 #if K_WEIGHTED
   Weights weights(p.k_weights + head * HEAD_SIZE + part * BLOCK);
 #endif
   BlockMean mean(memory + BLOCK_AHEAD_BYTES);
 #if K_WEIGHTED
-  mean.keep(weights.sum, block.token + p.k_tokens - 1);
-#else
-  mean.keep(0.0f, block.token + p.k_tokens - 1);
+  mean.keep(weights.sum);
 #endif
   Blocks<KEY_TYPE> blocks(memory);
   auto copy = [&](u32 token) {
@@ -64,45 +61,45 @@ __device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block
 #endif
     float x[BLOCK];
     blocks.take(x, token);
-    if (EASY && token != mean.last_token()) copy(token + 1);
+    const bool is_last = ((token + 1) & (tokens - 1)) == 0;  // needs no register for the last token
+    if (!is_last) copy(token + 1);
     change_key(p, x, mean, token, head, part, position);
 #if K_WEIGHTED
-    weights.sum = mean.weight_sum();
+    weights.sum = mean.kept();
     const Encoded encoded = encode_weighted<EASY>(x, weights, g);
 #else
     const Encoded encoded = encode_as_format<EASY, FOUR_OVER_SIX>(x, g);
 #endif
     store_key(place, head, part_of_now(part), encoded, first);
-    if (!EASY || token == mean.last_token()) return;
+    if (is_last) return;
     position = position_of(p, token + 1), place = Place::of(p, token + 1);
   }
 }
 
-// `cta` counts the CTAs for K.
-__device__ __forceinline__ void store_keys(const Params& p, u32 cta, unsigned char* memory) {
+__device__ __forceinline__ void store_keys(const Params& p, unsigned char* memory) {
 #if BY == BY_ROW
-  store_key_row(p, cta, *(SharedRows*)memory);
+  store_key_row(p, blockIdx.x, *(SharedRows*)memory);
 #else
   const float g = p.k_scale ? *p.k_scale : p.k_scale_number;
 #if BY == BY_BLOCK
-  const KeyBlock block(p, cta * THREADS + threadIdx.x);
+  const KeyBlock block(p);
   // Loaded together with g.
   const u32 position = position_of(p, block.token);
   const Place place = Place::of(p, block.token);
   if (is_easy(g)) {
-    store_key_blocks<true>(p, block, position, place, g, memory);
+    store_key_blocks<true>(p, block, p.tokens, position, place, g, memory);
     return;
   }
 #pragma unroll 1
-  for (u32 i = 0; i < p.k_tokens; i++) {
-    u32 number = cta * THREADS + threadIdx.x;
+  for (u32 i = 0; i < p.tokens; i++) {
+    u32 number = blockIdx.x * THREADS + threadIdx.x;
     asm volatile("" : "+r"(number));  // opaque: indices are recomputed per token, as registers to keep them lack here
     KeyBlock own(p, number);
     own.token += i;
-    store_key_blocks<false>(p, own, position_of(p, own.token), Place::of(p, own.token), g, memory);
+    store_key_blocks<false>(p, own, 1, position_of(p, own.token), Place::of(p, own.token), g, memory);
   }
 #else
-  const u32 warp = threadIdx.x / 32, number = cta * WARPS + warp;
+  const u32 warp = threadIdx.x / 32, number = blockIdx.x * WARPS + warp;
   float* tile = (float*)memory + warp * TILE_FLOATS;
   if (is_easy(g))
     store_key_tile<true>(p, number, g, tile);
@@ -115,8 +112,8 @@ __device__ __forceinline__ void store_keys(const Params& p, u32 cta, unsigned ch
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) store(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char memory[];
 #if SMALL_GRID && BY == BY_BLOCK
-  if (blockIdx.x - p.ring_ctas < p.k_ctas) {
-    const KeyBlock block(p, (blockIdx.x - p.ring_ctas) * THREADS + threadIdx.x);
+  if (blockIdx.x < p.k_ctas) {
+    const KeyBlock block(p);
     prefetch_key_block(p, block.part, block.head, block.token);
   }
 #if V_WEIGHTED
@@ -130,16 +127,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) store(const _
 #endif
   wait_for_previous();
   allow_next();
-  // Rings first: these CTAs wait for memory while the others of their SM compute.
+  if (blockIdx.x < p.k_ctas)
+    store_keys(p, memory);
+  else if (blockIdx.x < p.k_ctas + p.v_ctas)
+    store_values(p, (blockIdx.x - p.k_ctas) * THREADS + threadIdx.x, memory);
 #if RING
-  if (blockIdx.x < p.ring_ctas) {
-    keep(p, blockIdx.x * THREADS + threadIdx.x);
-    return;
-  }
-#endif
-  const u32 cta = blockIdx.x - p.ring_ctas;
-  if (cta < p.k_ctas)
-    store_keys(p, cta, memory);
   else
-    store_values(p, (cta - p.k_ctas) * THREADS + threadIdx.x, memory);
+    keep(p, (blockIdx.x - p.k_ctas - p.v_ctas) * THREADS + threadIdx.x);
+#endif
 }

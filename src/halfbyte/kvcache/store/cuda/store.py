@@ -6,7 +6,6 @@ Recipes without weights go to Triton, which stored 8,192 tokens of them faster o
 
 import ctypes
 from functools import lru_cache
-from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -54,15 +53,10 @@ _ROWS_PER_SM = 32
 """Min (token, head) rows per SM for error feedback by tiles of 32 tokens. With fewer, one warp per
 row is faster, although it does six times the work."""
 
-_MAX_TOKENS = 16
-"""Max tokens of K per thread by blocks. A thread loads means and weights once for all of them; more
-only makes the last CTAs end at more different times."""
-_V_TOKENS = 4
-"""Tokens of V per thread beside tiles and rows of K."""
-_V_PER_K = 6 / 5
-"""Blocks of V in the time of a block of K: K is centred and rotated as well."""
+_MAX_TOKENS = 4
+"""Max tokens per thread, a power of two: it loads means and weights once for all of its tokens."""
 _BLOCKS_PER_SM = 1024
-"""Min blocks of 16 values per SM for threads with several tokens."""
+"""Min blocks of 16 values per SM before a thread takes another token: the GPU stays full."""
 
 
 class _Params(ctypes.Structure):
@@ -84,8 +78,8 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("ring_rows", "ring_owners", "ring_slots")),
         *((name, ctypes.c_float) for name in ("k_scale_number", "v_scale_number")),
         *((name, ctypes.c_uint32) for name in ("num_slots", "num_first", "num_segments")),
-        *((name, ctypes.c_uint32) for name in ("num_kept", "ring", "k_tokens", "v_tokens")),
-        *((name, ctypes.c_uint32) for name in ("ring_ctas", "k_ctas")),
+        *((name, ctypes.c_uint32) for name in ("num_kept", "ring", "tokens")),
+        *((name, ctypes.c_uint32) for name in ("k_ctas", "v_ctas")),
     )
 
 
@@ -113,12 +107,6 @@ class StoreVariant(NamedTuple):
     def threads(self) -> int:
         """Of a CTA."""
         return 32 * _WARPS[self.by]
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """Resident CTAs that registers must suffice for."""
-        by_block = 5 if self.k_weighted and not self.small_grid else 4
-        return {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: 6}[self.by]
 
     def shared_bytes(self, layout: PageLayout) -> int:
         """Dynamic shared memory: `SharedRows`, a tile for each warp, or two blocks and a mean for
@@ -153,6 +141,8 @@ class StoreVariant(NamedTuple):
     def macros(self, layout: PageLayout) -> dict[str, int | None]:
         """Macros that `store.cu` is compiled with."""
         of_regions = region_fields(layout)
+        by_block = 5 if self.k_weighted and not self.small_grid else 4
+        ctas_per_sm = {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: 6}[self.by]
         return {
             "HEAD_SIZE": layout.head_size,
             "HEAD_SIZE_V": layout.head_size_v,
@@ -176,7 +166,7 @@ class StoreVariant(NamedTuple):
             "IN_WORDS": int(self.in_words),
             "WARPS": _WARPS[self.by],
             "STAGES": _stages(layout),
-            "CTAS_PER_SM": self.ctas_per_sm,
+            "CTAS_PER_SM": ctas_per_sm,
             "SMALL_GRID": int(self.small_grid),
         }
 
@@ -268,7 +258,7 @@ def store_transformed(inputs: StoreInputs) -> None:
             arguments.bind(**{name: scale})
         else:
             setattr(params, f"{name}_number", scale)
-    sms = num_sms(pages.get_device())
+    fill = _blocks(layout, num_slots) / (_BLOCKS_PER_SM * num_sms(pages.get_device()) or 1)
     variant = StoreVariant(
         key.dtype,
         value.dtype,
@@ -276,17 +266,18 @@ def store_transformed(inputs: StoreInputs) -> None:
         by=_unit(transform, num_slots * layout.num_kv_heads, pages.get_device()),
         ring=ring,
         in_words=(pages.data_ptr() | params.page_stride) % 4 == 0,
-        small_grid=_blocks(layout, num_slots) < _BLOCKS_PER_SM * sms,
+        small_grid=fill < 1,
     )
-    params.k_tokens, params.v_tokens = tokens_per_thread(layout, variant, num_slots, sms)
-    params.k_ctas = variant.k_ctas(layout, num_slots, params.k_tokens)
+    tokens = max(1, min(_MAX_TOKENS, int(fill)))
+    params.tokens = tokens = 1 << tokens.bit_length() - 1
+    params.k_ctas = variant.k_ctas(layout, num_slots, tokens)
+    params.v_ctas = variant.v_ctas(layout, num_slots, tokens)
+    ctas = params.k_ctas + params.v_ctas
     if recent is not None and ring:
         arguments.bind(**dict(zip(_RING_NAMES, recent, strict=True)))
         params.num_kept, params.ring = len(recent.rows), recent.keys.shape[2]
         row = max(x.shape[2] * x.element_size() for x in (key, value)) // 16
-        params.ring_ctas = -(-len(recent.rows) * layout.num_kv_heads * row // variant.threads)
-    ctas = params.ring_ctas + params.k_ctas
-    ctas += variant.v_ctas(layout, num_slots, params.v_tokens)
+        ctas += -(-len(recent.rows) * layout.num_kv_heads * row // variant.threads)
     kernel = _kernel(layout, variant, pages.get_device())
     nvrtc.launch(kernel, ctas, variant.threads, [params], overlap=True)
 
@@ -331,31 +322,6 @@ def _unit(transform: KVTransform, rows: int, device: int) -> int:
     if transform.feedback is None:
         return _BY_BLOCK
     return _BY_TILE if rows >= _ROWS_PER_SM * num_sms(device) else _BY_ROW
-
-
-@lru_cache(maxsize=1024)
-def tokens_per_thread(
-    layout: PageLayout, variant: StoreVariant, num_slots: int, num_sms: int
-) -> tuple[int, int]:
-    """Tokens of K and of V.
-
-    By blocks, all CTAs of K and V are resident at once and end at about the same time, or they are
-    in as many equal waves as `_MAX_TOKENS` asks for. (With four tokens in all threads, 8,192 tokens
-    took 3.1 waves on an H200.)
-    """
-    if variant.small_grid:
-        return 1, 1
-    if variant.by != _BY_BLOCK:
-        return 1, _V_TOKENS
-    places = variant.ctas_per_sm * max(num_sms, 1)
-    for waves in count(1):
-        for k_tokens in range(1, _MAX_TOKENS + 1):
-            v_tokens = int(k_tokens * _V_PER_K)
-            ctas = variant.k_ctas(layout, num_slots, k_tokens)
-            ctas += variant.v_ctas(layout, num_slots, v_tokens)
-            if ctas <= waves * places:
-                return k_tokens, v_tokens
-    raise AssertionError("unreachable")
 
 
 def _groups(num_slots: int, tokens: int) -> int:
