@@ -35,6 +35,7 @@ from kvcache.store.recipe_cases import (
     WEIGHTED_OPTIONS,
     assert_stored_as_by_the_reference,
 )
+from kvcache.transforms import on
 from linear.cases import random_input, random_layer
 from moe.cases import (
     LIMITED,
@@ -124,8 +125,7 @@ ROUTED: dict[str, tuple[int, int]] = {
 def attend(case: Case, backend: str | None, **options: Any) -> None:
     """On the GPU, against float64 on the CPU; without a backend, on the fastest."""
     arguments: dict[str, Any] = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value
-        for name, value in case.arguments().items()
+        name: on(value, "cuda") for name, value in case.arguments().items()
     }
     arguments.update(options, backend=backend)
     out = paged_attention(case.query.cuda(), case.pages.cuda(), **arguments)

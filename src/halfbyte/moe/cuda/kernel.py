@@ -21,11 +21,10 @@ from halfbyte.moe.cuda.plan import MAX_EXPERTS, SIZE_MULTIPLE, Work, is_small
 from halfbyte.moe.experts import GatedActivation, PackedExperts
 from halfbyte.moe.triton import TritonKernel
 
-_MAX_MEAN_BESIDE_GEMM = 6
-"""Max mean of tokens per expert for which `experts.cu` runs on SM90. On an H200 with a mean of 6 it
-takes 2 % less time than `gemm.cu`, for the experts of both Qwen3-30B-A3B and GPT-OSS-20B. With a
-mean of 8 it is slower for the former (143 and 134 µs a layer) and about equal for the latter (182
-and 184; `dev/LOG.md`)."""
+_MAX_MEAN_BESIDE_GEMM = 5
+"""Max mean of tokens per expert for which `experts.cu` runs on SM90. On an H200 with a mean of 4 a
+layer of Qwen3-30B-A3B takes 113 µs (`gemm.cu` 122), one of GPT-OSS-20B 152 (177); with a mean of 6
+135 (125) and 178 (180): `benchmarks/results/moe_gemm_lines.json`."""
 
 
 @as_loaded_op("nvfp4_moe_cuda")
