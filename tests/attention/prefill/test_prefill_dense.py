@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from attention.cases import assert_close_to_exact, config, make_case
 from attention.prefill.dense_cases import (
@@ -18,7 +21,7 @@ from attention.prefill.dense_cases import (
     prefer_pytorch,
 )
 from halfbyte.attention import ATTENTION_BACKENDS, AttentionPlans, router
-from halfbyte.attention.prefill import dense
+from halfbyte.attention.prefill import combine, dense
 from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.dense import DenseAttention, uses_cudnn
 from halfbyte.attention.prefill.plan import key_blocks, rounded_up
@@ -259,6 +262,34 @@ def test_combining_more_parts_than_fit_one_launch() -> None:
     exact = sum(w[..., None] * o for w, (o, _) in zip(weights, parts, strict=True))
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.double(), total, rtol=1e-5, atol=1e-6)
+
+
+class Launches:
+    """In place of a kernel: what it would be specialized for in each launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        self.seen: list[Any] = []
+
+    def __getitem__(self, _grid: Any) -> Any:
+        return lambda **given: self.seen.append(self.bind(**given, debug=False)[1])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_combining_compiles_one_kernel_for_all_lengths(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logs and LSEs of a sequence begin at any multiple of four bytes."""
+    launches = Launches(combine.combine_kernel)
+    monkeypatch.setattr(combine, "combine_kernel", launches)
+    for begin in range(5):
+        logs = torch.zeros(3, 64)[:, begin : begin + 40]
+        lse = torch.zeros(64, 3)[begin : begin + 40]
+        out = torch.zeros(40, 3, 64)
+        combine.combine([(out, logs)] * parts, None, out, lse)
+    assert len(launches.seen) == 5
+    assert all(seen == launches.seen[0] for seen in launches.seen)
 
 
 @pytest.mark.gpu

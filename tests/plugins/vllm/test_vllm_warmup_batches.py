@@ -12,6 +12,8 @@ from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_KEYS_PER_QUERY,
     MIN_CHUNK,
+    Prompt,
+    _suits_pytorch,
     key_blocks,
 )
 from halfbyte.kvcache.recent import packed_part
@@ -57,6 +59,19 @@ def test_batches_merge_every_number_of_results(max_model_len: int) -> None:
     reached = {len(key_blocks(x.cached, workspace)) for x, *_ in engine_batches(max_model_len)}
     cached = [rng.randrange(max_model_len - 512) for _ in range(2000)]
     assert reached >= {len(key_blocks(n, workspace)) for n in cached}
+
+
+@pytest.mark.parametrize("recent", [0, 64])
+def test_batches_have_a_padded_prompt_without_cached_tokens(recent: int) -> None:
+    """Its result is copied, that of one that fits a size is not."""
+    layout = PageLayout("nvfp4", "nvfp4", 128, None, 8, 16)
+    prompts = [
+        Prompt(0, new - recent, new - recent, recent)
+        for (new, cached), *more in engine_batches(8320)
+        if not more and not cached and new > recent
+    ]
+    by_pytorch = [prompt for prompt in prompts if _suits_pytorch(prompt, 1, layout)]
+    assert {prompt.is_exact for prompt in by_pytorch} == {True, False}
 
 
 @pytest.mark.parametrize("kv_heads", [1, 8])

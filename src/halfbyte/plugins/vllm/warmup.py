@@ -59,6 +59,7 @@ _BATCHES = (
     *((Tokens(new, cached),) * 512 for new, cached in ((16, 400), (17, 2000))),
     (Tokens(2048, 0),),
     (Tokens(2048, 0), Tokens(2048, 0)),
+    (Tokens(2300, 0),),  # padded for cuDNN, so that one result is copied
     # Prefixes of one to eight blocks of `attention.prefill`, whose results are merged.
     *((Tokens(1024, 1024 * ((1 << blocks) - 1)),) for blocks in range(1, 7)),
     *((Tokens(1024, 1024 * (63 + 32 * more)),) for more in (1, 2)),
