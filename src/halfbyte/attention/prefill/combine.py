@@ -18,11 +18,11 @@ from halfbyte.attention.prefill.plan import MAX_PARTS
 from halfbyte.kernels.runtime.devices import current_device
 
 
+_OF_PARTS = [f"l{i}{suffix}" for i in range(MAX_PARTS) for suffix in ("", "_stride_head")]
+
+
 # What changes per batch must not trigger recompilation: numbers, and the alignment of logs.
-@triton.jit(
-    do_not_specialize=["num_rows", *(f"l{i}_stride_head" for i in range(MAX_PARTS))],
-    do_not_specialize_on_alignment=["lse", *(f"l{i}" for i in range(MAX_PARTS))],
-)
+@triton.jit(do_not_specialize=["num_rows", "lse", *_OF_PARTS])
 def combine_kernel(
     out,
     out_stride_row,
