@@ -17,7 +17,6 @@ import triton.language as tl
 from halfbyte.attention.prefill.plan import MAX_PARTS
 from halfbyte.kernels.runtime.devices import current_device
 
-
 _OF_PARTS = [f"l{i}{suffix}" for i in range(MAX_PARTS) for suffix in ("", "_stride_head")]
 
 
