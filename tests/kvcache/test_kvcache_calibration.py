@@ -1,5 +1,6 @@
 """A calibration and its file: a round trip is exact, and other files are refused."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -264,3 +265,20 @@ def test_recipes_have_names() -> None:
     assert KVRecipe(feedback=True).format_of(KVCacheDType.NVFP4) == KVCacheDType.NVFP4
     with pytest.raises(ValueError, match="unknown 'best'; expected one of plain, balanced, acc"):
         KVRecipe.parse("best")
+
+
+@pytest.mark.parametrize(
+    ("own", "ranks", "fits"),
+    [(2, 1, True), (1, 2, True), (1, 4, True), (1, 1, False), (2, 2, False), (1, 3, False)],
+)
+def test_calibrations_of_other_heads_are_refused(own: int, ranks: int, fits: bool) -> None:
+    """`own` KV heads of each rank; the calibration has two of 64."""
+    scales = make_scales(make_calibration())
+    total, size = make_calibration().layers[0].mean.shape
+    assert total == 2
+    with nullcontext() if fits else pytest.raises(ValueError, match="calibration for 2 KV heads"):
+        scales.check_heads(0, own, size, ranks)
+    with pytest.raises(ValueError, match="calibration for 2 KV heads"):
+        scales.check_heads(0, own, size + 16, ranks)
+    with pytest.raises(ValueError, match="no layer 99"):
+        scales.check_heads(99, own, size, ranks)

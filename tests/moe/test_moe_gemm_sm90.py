@@ -49,11 +49,11 @@ def test_plans_fit_a_gpu(name: str) -> None:
 
 
 def test_stages_in_flight_cover_the_latency() -> None:
-    """Where weights are read once: 32 KiB of them per SM."""
+    """Where weights are read once: 32 KiB of them per SM, without the slots that are being read."""
     for work in (*QWEN, *GPT):
         plan = make_plan(work, 64, BLOCK_BYTES)
         assert plan is not None
-        assert plan.ctas * plan.weight_slots * 128 * plan.weight_k // 2 >= 2**15
+        assert plan.ctas * (plan.weight_slots - 1) * 128 * plan.weight_k // 2 >= 2**15
 
 
 def test_large_sizes_leave_less_room() -> None:

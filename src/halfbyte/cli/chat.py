@@ -56,7 +56,7 @@ def chat(
     prompt: Annotated[
         str | None,
         typer.Option(
-            help="Answer this and exit; by default text on standard input, if it is no terminal."
+            help="Answer this and exit. By default piped standard input; on a terminal, chat."
         ),
     ] = None,
     timeout: Annotated[

@@ -141,16 +141,18 @@ class KVScales:
         """Check that a layer's calibration has the KV heads that the model has.
 
         Args:
-            num_kv_heads: of each of the `ranks` that share them, at least one.
+            num_kv_heads: of each of the `ranks` that share them; with fewer heads than ranks, one.
             head_size: of K.
 
         Raises:
-            ValueError: it is another model's.
+            ValueError: it is another model's, or has no such layer.
         """
         if self.calibration is None:
             return
+        self.amax_of_layer(layer)
         total, size = self.calibration.layers[layer].mean.shape
-        if (max(1, total // ranks), size) != (num_kv_heads, head_size):
+        fits = total == num_kv_heads * ranks or (num_kv_heads == 1 and ranks % total == 0)
+        if not fits or size != head_size:
             own = f"{num_kv_heads} of {head_size}"
             raise ValueError(
                 f"KV scales from {self.source}: layer {layer} has a calibration for {total} KV "

@@ -1,5 +1,6 @@
 """Configurations that cannot be served, and connectors that move pages, without vLLM."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,23 +240,41 @@ def test_k_and_v_dtypes_need_the_cache_dtype_nvfp4(
         checks.check_config(config(cache_config=cache, additional_config=asked))
 
 
-def test_k_and_v_dtypes_of_a_target_leave_an_unquantized_draft(
+@pytest.mark.parametrize(
+    ("model", "cache_dtype", "backend", "has_draft", "is_refused"),
+    [
+        ("target", "nvfp4", "CUSTOM", True, False),
+        ("target", "auto", "CUSTOM", True, True),
+        ("target", "auto", None, True, False),  # only the draft is halfbyte's
+        ("draft", "auto", "CUSTOM", True, False),
+        ("draft", "fp8", "CUSTOM", True, True),
+        ("target", "auto", "CUSTOM", False, True),  # such as ngram
+        ("target", "nvfp4", "CUSTOM", False, False),
+    ],
+)
+def test_k_and_v_dtypes_beside_a_draft(
+    model: str,
+    cache_dtype: str,
+    backend: str | None,
+    has_draft: bool,
+    is_refused: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checks, "has_page_specs", lambda: True)
-    model, draft = SimpleNamespace(name="target"), SimpleNamespace(name="draft")
-    speculative = SimpleNamespace(draft_model_config=draft)
-    options = Options(k_dtype="mxfp4")
-
-    def check(model_config: Any, cache_dtype: str) -> None:
-        cache = SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=None)
-        given = {"cache_config": cache, "speculative_config": speculative}
-        checks._check_settings(config(model_config=model_config, **given), options)
-
-    check(draft, "auto")
-    for refused in ((model, "auto"), (draft, "fp8")):
-        with pytest.raises(ValueError, match="use --kv-cache-dtype nvfp4"):
-            check(*refused)
+    monkeypatch.setattr(checks, "is_halfbyte", lambda backend: backend == "CUSTOM")
+    monkeypatch.setattr(checks, "has_own_layers", lambda attention: attention.backend == "CUSTOM")
+    models = {"target": SimpleNamespace(), "draft": SimpleNamespace()}
+    own = models["draft" if has_draft else "target"]
+    speculative = SimpleNamespace(draft_model_config=own, target_model_config=models["target"])
+    given = config(
+        model_config=models[model],
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=None),
+        speculative_config=speculative,
+        attention_config=SimpleNamespace(backend=backend),
+    )
+    refusal = pytest.raises(ValueError, match="use --kv-cache-dtype nvfp4")
+    with refusal if is_refused else nullcontext():
+        checks._check_settings(given, Options(k_dtype="mxfp4"))
 
 
 def test_connectors_of_an_unknown_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

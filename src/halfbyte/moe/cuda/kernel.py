@@ -23,8 +23,8 @@ from halfbyte.moe.triton import TritonKernel
 
 _MAX_MEAN_BESIDE_GEMM = 5
 """Max mean of tokens per expert for which `experts.cu` runs on SM90. On an H200 with a mean of 4 a
-layer of Qwen3-30B-A3B takes 113 µs (`gemm.cu` 122), one of GPT-OSS-20B 152 (177); with a mean of 6
-135 (125) and 178 (180): `benchmarks/results/moe_gemm_lines.json`."""
+layer of Qwen3-30B-A3B takes 113 µs (`gemm.cu` 122), one of GPT-OSS-20B 152 (176); with a mean of 6
+135 (125) and 178 (180): `benchmarks/results/moe_gemm_lines.json`. 5 lies between, unmeasured."""
 
 
 @as_loaded_op("nvfp4_moe_cuda")

@@ -13,7 +13,12 @@ from halfbyte.plugins.vllm.formats import CARRIER
 from halfbyte.plugins.vllm.log import follow_vllm
 from halfbyte.plugins.vllm.options import CACHE_DTYPES, NEWER_CACHE_DTYPES, SECTION, Options
 from halfbyte.plugins.vllm.recipes import captures_stores, check_local_scales, resolve_options
-from halfbyte.plugins.vllm.registry import has_page_specs, is_halfbyte, uses_halfbyte
+from halfbyte.plugins.vllm.registry import (
+    has_own_layers,
+    has_page_specs,
+    is_halfbyte,
+    uses_halfbyte,
+)
 
 WHOLE_BLOCK_CONNECTORS = (
     "DecodeBenchConnector",
@@ -119,17 +124,13 @@ def _check_settings(vllm_config: Any, options: Options) -> None:
             "enable_sleep_mode with this vLLM, which loses the cache's scales in sleep mode,",
             "use vLLM 0.32 or later",
         )
+    # A draft's configuration, derived from the run's, may have another backend or model.
     speculative: Any = getattr(vllm_config, "speculative_config", None)
-    draft = getattr(speculative, "draft_model_config", None)
-    is_draft = model_config is not None and model_config is draft
-    unquantized = ("auto", "bfloat16", "float16")
-    fits = cache.cache_dtype == CARRIER or (is_draft and cache.cache_dtype in unquantized)
-    if (options.k_dtype or options.v_dtype) and not fits:
+    if (options.k_dtype or options.v_dtype) and _pairs_formats(vllm_config):
         raise _refused(
             f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",
             f"use --kv-cache-dtype {CARRIER}",
         )
-    # A draft's configuration, derived from the run's, may have another backend or model.
     attention: Any = getattr(vllm_config, "attention_config", None)
     if speculative is None and attention is not None and is_halfbyte(attention.backend):
         if cache.cache_dtype not in (supported := (*CACHE_DTYPES, *NEWER_CACHE_DTYPES)):
@@ -144,6 +145,26 @@ def _check_settings(vllm_config: Any, options: Options) -> None:
             )
     _check_files(options)
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
+
+
+def _pairs_formats(vllm_config: Any) -> bool:
+    """Whether this configuration's layers need `k_dtype` and `v_dtype`, but not the cache dtype.
+
+    A draft may have an unquantized cache. A target on another backend has no use for these options,
+    which then are its draft's.
+    """
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype == CARRIER:
+        return False
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None:
+        return True
+    draft = getattr(speculative, "draft_model_config", None)
+    # Proposers without a model, such as ngram, have the target's configuration there.
+    own_draft = draft is not None and draft is not getattr(speculative, "target_model_config", None)
+    if own_draft and vllm_config.model_config is draft:
+        return cache_dtype not in ("auto", "bfloat16", "float16")
+    return has_own_layers(vllm_config.attention_config)
 
 
 def _check_files(options: Options) -> None:
@@ -161,7 +182,7 @@ def _check_connector(transfer: Any) -> None:
                 f"kv_connector = {name}, which may split pages or move them between layouts,",
                 f"use one that moves whole blocks: {', '.join(allowed)}",
             )
-        if module and module.partition(".")[0] not in _CONNECTOR_PACKAGES:
+        if _is_foreign(module):
             raise _refused(
                 f"kv_connector_module_path = {module}, whose {name} may split pages,",
                 "leave it out, so that vLLM's own is used",
@@ -184,10 +205,14 @@ def _connectors(transfer: Any) -> list[tuple[str, str | None]]:
     if transfer is None or getattr(transfer, "kv_connector", None) is None:
         return []
     module = getattr(transfer, "kv_connector_module_path", None)
-    if transfer.kv_connector != "MultiConnector" or module:
+    if transfer.kv_connector != "MultiConnector" or _is_foreign(module):
         return [(transfer.kv_connector, module)]
     parts = (transfer.kv_connector_extra_config or {}).get("connectors", [])
     return [(str(x.get("kv_connector")), x.get("kv_connector_module_path")) for x in parts]
+
+
+def _is_foreign(module: str | None) -> bool:
+    return bool(module) and str(module).partition(".")[0] not in _CONNECTOR_PACKAGES
 
 
 def _refused(what: str, instead: str) -> ValueError:

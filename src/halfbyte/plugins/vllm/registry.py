@@ -65,10 +65,18 @@ def uses_halfbyte(vllm_config: Any) -> bool:
     Args:
         vllm_config: vLLM's.
     """
-    attention = vllm_config.attention_config
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "attention_backend", None)
+    has_draft = draft is not None and is_halfbyte(draft)
+    return has_draft or has_own_layers(vllm_config.attention_config)
+
+
+def has_own_layers(attention: Any) -> bool:
+    """Whether any layers of a model use halfbyte's attention.
+
+    Args:
+        attention: vLLM's `AttentionConfig`, of a target or a draft.
+    """
     chosen = [attention.backend, *(getattr(attention, "backend_per_kind", None) or {}).values()]
-    draft = getattr(vllm_config, "speculative_config", None)
-    chosen.append(getattr(draft, "attention_backend", None))
     return any(is_halfbyte(backend) for backend in chosen if backend is not None)
 
 

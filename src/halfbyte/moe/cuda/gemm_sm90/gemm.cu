@@ -11,7 +11,7 @@
 //              expert's last tile has narrower matmuls if these suffice.
 //   Loads      by a producer warpgroup: x by TMA with 128-byte swizzle to a ring of stages of 64 k, W by TMA to its own
 //              ring, block scales of all k of a tile by bulk copies of rows. W's rows are copied by lines of 128 bytes,
-//              256 k, if shared memory has room: L2 serves a request for half a line in the same time.
+//              256 k, with at most 128 TOKENS and room in shared memory: L2 serves a request for half a line in the same time.
 //   Clusters   Two CTAs have the same tokens: each loads half of x for both (multicast).
 //   Output     goes to shared memory, transposed by `stmatrix`, and from there by TMA while the next tile is
 //              computed, 16 tokens at a time: the sorted pairs of an expert begin at multiples of 16.
@@ -103,7 +103,7 @@ struct Worker {
     auto unpack = [&](int step, int half) {
       if (half == 0) {
 #if MX
-        // Beyond K lie other bytes, which may be NaN. NVFP4's are always numbers (Scales), and W is zero there.
+        // Beyond K lie other bytes. As MXFP4's scales they may be NaN; NVFP4's are numbers (Scales), and W is zero there.
         const int lane_steps = (p.k + 127 - place.lane % 4 * 32) / 128;
         if (step >= lane_steps) upper_bytes = lower_bytes = 0;
 #endif

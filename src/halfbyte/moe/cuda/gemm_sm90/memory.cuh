@@ -20,7 +20,8 @@
 #define OFF_OUT (STAGES * X_BYTES)
 #define OFF_WEIGHT (OFF_OUT + GROUPS * OUT_BYTES)
 #define OFF_BARRIERS (OFF_WEIGHT + WEIGHT_SLOTS * WEIGHT_BYTES)
-#define OFF_SCALE (OFF_BARRIERS + 256)  // SCALE_SLOTS x 128 rows, and as many bytes as a lane may read beyond
+#define BARRIER_BYTES 256
+#define OFF_SCALE (OFF_BARRIERS + BARRIER_BYTES)  // SCALE_SLOTS x 128 rows, and as many bytes as a lane may read beyond
 #define MATMULS 4                       // per stage
 #define STEP_SCALES (128 / BLOCK)       // bytes of a row
 // The producer gives registers to the workers. Their sum is that of the threads at the start, 168, 80 or 56 each.
@@ -37,7 +38,9 @@ struct Barriers {
         weight_full(empty + 8 * STAGES),
         weight_empty(weight_full + 8 * WEIGHT_SLOTS),
         scale_full(weight_empty + 8 * WEIGHT_SLOTS),
-        scale_empty(scale_full + 8 * SCALE_SLOTS) {}
+        scale_empty(scale_full + 8 * SCALE_SLOTS) {
+    static_assert(8 * (STAGES / 2 + STAGES + 2 * WEIGHT_SLOTS + 2 * SCALE_SLOTS) <= BARRIER_BYTES, "barriers fit");
+  }
 };
 
 typedef RingState<STAGES / 2> XState;

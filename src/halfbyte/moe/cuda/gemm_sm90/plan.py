@@ -86,7 +86,7 @@ class MoeGemmPlan(NamedTuple):
         )
 
     def shared_bytes(self, work: Work) -> int:
-        """Dynamic shared memory of a CTA: ring, output, barriers, block scales."""
+        """Dynamic shared memory of a CTA: rings, output, barriers, block scales."""
         weights = self.weight_slots * ROWS * self.weight_k // 2
         x = self.stages * self.tokens * 128
         out = ROWS * max(32, self.tokens * (1 if work.gated else 2))
@@ -129,7 +129,7 @@ def make_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan | None:
 
 
 def _preference(plan: MoeGemmPlan, wanted: int) -> tuple[int, ...]:
-    # A second slot hides the latency of a tile's scales, unless weights would wait instead.
+    # A second slot hides the latency of a tile's scales, unless the ring of x would be too short.
     first = min(plan.stages, wanted), plan.scale_slots
     if plan.tokens * 2 > ROWS // 2:  # more bytes of x than of W
         return *first, plan.stages, plan.weight_slots
