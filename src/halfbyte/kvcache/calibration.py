@@ -189,6 +189,13 @@ class KVCalibration:
                 rounding["v_weights"] = costs.v_weights[heads].to(device)
         return KVTransform(recipe.rotate, self.segment, **centring, **first, **rounding)
 
+    def has_heads(self, layer: int, num_kv_heads: int, head_size: int, ranks: int) -> bool:
+        """Whether a layer has the KV heads of `ranks` ranks with `num_kv_heads` each; if there are
+        fewer heads than ranks, each head is on as many ranks."""
+        total, size = self.layers[layer].mean.shape
+        is_shared = num_kv_heads == 1 and ranks % total == 0
+        return size == head_size and (is_shared or total == num_kv_heads * ranks)
+
     @property
     def has_costs(self) -> bool:
         """Whether it has the data for recipes that weigh errors."""

@@ -147,18 +147,16 @@ class KVScales:
         Raises:
             ValueError: it is another model's, or has no such layer.
         """
-        if self.calibration is None:
-            return
         self.amax_of_layer(layer)
-        total, size = self.calibration.layers[layer].mean.shape
-        fits = total == num_kv_heads * ranks or (num_kv_heads == 1 and ranks % total == 0)
-        if not fits or size != head_size:
-            own = f"{num_kv_heads} of {head_size}"
-            raise ValueError(
-                f"KV scales from {self.source}: layer {layer} has a calibration for {total} KV "
-                f"heads of {size}, the model has {own if ranks == 1 else f'{own} per rank'}; "
-                "`halfbyte calibrate` measures its own"
-            )
+        found = self.calibration
+        if found is None or found.has_heads(layer, num_kv_heads, head_size, ranks):
+            return
+        total, size = found.layers[layer].mean.shape
+        own = f"{num_kv_heads} of {head_size}" + (" per rank" if ranks > 1 else "")
+        raise ValueError(
+            f"KV scales from {self.source}: layer {layer} has a calibration for {total} KV heads "
+            f"of {size}, the model has {own}; `halfbyte calibrate` measures its own"
+        )
 
     @classmethod
     def from_global_scales(
