@@ -56,6 +56,24 @@ def test_stages_in_flight_cover_the_latency() -> None:
         assert plan.ctas * (plan.weight_slots - 1) * 128 * plan.weight_k // 2 >= 2**15
 
 
+@pytest.mark.parametrize(
+    ("work", "rings"),
+    [
+        (QWEN[0], [(2, 10, 1), (3, 6, 2), (2, 6, 1), (3, 8, 2)]),
+        (QWEN[1], [(2, 12, 2), (3, 10, 2), (2, 6, 2), (3, 8, 2)]),
+        (GPT[0], [(2, 8, 2), (3, 8, 2), (2, 6, 2), (3, 8, 2)]),
+        (GPT[1], [(2, 8, 2), (3, 8, 2), (2, 6, 1), (2, 8, 2)]),
+    ],
+    ids=["qwen3-gate-up", "qwen3-down", "gpt-oss-gate-up", "gpt-oss-down"],
+)
+def test_plans_that_were_timed(work: Work, rings: list[tuple[int, int, int]]) -> None:
+    """Copies of W, stages of x, and tiles of block scales, for tiles of 16, 32, 64 and 128 tokens:
+    those of `moe_gemm_lines.json`."""
+    for tokens, ring in zip((16, 32, 64, 128), rings, strict=True):
+        expected = MoeGemmPlan(tokens, 256, *ring, MAX_CTAS[tokens])
+        assert make_plan(work, tokens, BLOCK_BYTES) == expected
+
+
 def test_large_sizes_leave_less_room() -> None:
     assert make_plan(MIXTRAL[1], 64, BLOCK_BYTES) == MoeGemmPlan(64, 256, 2, 8, 1)
     assert make_plan(MIXTRAL[1], 256, BLOCK_BYTES) is None

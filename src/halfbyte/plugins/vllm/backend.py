@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleO
 
 from halfbyte.kvcache import nvfp4_kv_cache_full_dim
 from halfbyte.plugins.vllm.formats import CARRIER, LayerFormat
-from halfbyte.plugins.vllm.options import CACHE_DTYPES, NEWER_CACHE_DTYPES, LastModel
+from halfbyte.plugins.vllm.options import ALL_CACHE_DTYPES, LastModel
 
 _OLDEST_GPU = 80
 _INSTEAD = {
@@ -32,7 +32,7 @@ class HalfbyteAttentionBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*CACHE_DTYPES, *NEWER_CACHE_DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*ALL_CACHE_DTYPES]
 
     @staticmethod
     def get_name() -> str:

@@ -11,7 +11,7 @@ from halfbyte.plugins.vllm import connectors
 from halfbyte.plugins.vllm.compilation import overlap_launches
 from halfbyte.plugins.vllm.formats import CARRIER
 from halfbyte.plugins.vllm.log import follow_vllm
-from halfbyte.plugins.vllm.options import CACHE_DTYPES, NEWER_CACHE_DTYPES, SECTION, Options
+from halfbyte.plugins.vllm.options import ALL_CACHE_DTYPES, SECTION, Options
 from halfbyte.plugins.vllm.recipes import captures_stores, check_local_scales, resolve_options
 from halfbyte.plugins.vllm.registry import (
     has_own_layers,
@@ -126,17 +126,17 @@ def _check_settings(vllm_config: Any, options: Options) -> None:
         )
     # A draft's configuration, derived from the run's, may have another backend or model.
     speculative: Any = getattr(vllm_config, "speculative_config", None)
-    if (options.k_dtype or options.v_dtype) and _pairs_formats(vllm_config):
+    if (options.k_dtype or options.v_dtype) and _lacks_carrier(vllm_config):
         raise _refused(
             f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",
             f"use --kv-cache-dtype {CARRIER}",
         )
     attention: Any = getattr(vllm_config, "attention_config", None)
     if speculative is None and attention is not None and is_halfbyte(attention.backend):
-        if cache.cache_dtype not in (supported := (*CACHE_DTYPES, *NEWER_CACHE_DTYPES)):
+        if cache.cache_dtype not in ALL_CACHE_DTYPES:
             raise _refused(
                 f"kv_cache_dtype = {cache.cache_dtype}",
-                f"use --kv-cache-dtype {CARRIER}, or another of {', '.join(supported)}",
+                f"use --kv-cache-dtype {CARRIER}, or another of {', '.join(ALL_CACHE_DTYPES)}",
             )
         if getattr(model_config, "use_mla", False):
             raise _refused(
@@ -147,11 +147,12 @@ def _check_settings(vllm_config: Any, options: Options) -> None:
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
 
 
-def _pairs_formats(vllm_config: Any) -> bool:
-    """Whether this configuration's layers need `k_dtype` and `v_dtype`, but not the cache dtype.
+def _lacks_carrier(vllm_config: Any) -> bool:
+    """Whether `k_dtype` and `v_dtype` are for this configuration's layers, but its cache dtype is
+    not the one that they need.
 
-    A draft may have an unquantized cache. A target on another backend has no use for these options,
-    which then are its draft's.
+    A draft may have an unquantized cache beside them. For a target on another backend they are
+    ignored, since they are its draft's.
     """
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype == CARRIER:

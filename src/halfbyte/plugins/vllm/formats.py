@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.layouts import KVCacheDType, PageLayout
-from halfbyte.plugins.vllm.options import CACHE_DTYPES, NEWER_CACHE_DTYPES, OptionError, Options
+from halfbyte.plugins.vllm.options import ALL_CACHE_DTYPES, OptionError, Options
 
 CARRIER = "nvfp4"
 """vLLM's cache dtype for which `k_dtype` and `v_dtype` apply: vLLM treats its pages as bytes."""
@@ -30,8 +30,8 @@ class LayerFormat:
             ValueError: an unsupported cache dtype.
             OptionError: `k_dtype` or `v_dtype` with a cache dtype other than nvfp4.
         """
-        if cache_dtype not in (*CACHE_DTYPES, *NEWER_CACHE_DTYPES):
-            valid = ", ".join((*CACHE_DTYPES, *NEWER_CACHE_DTYPES))
+        if cache_dtype not in ALL_CACHE_DTYPES:
+            valid = ", ".join(ALL_CACHE_DTYPES)
             raise ValueError(f"--kv-cache-dtype: expected one of {valid}, got {cache_dtype!r}")
         both = KVCacheDType.parse(model_dtype if cache_dtype == "auto" else cache_dtype)
         both = options.recipe.format_of(both)

@@ -20,10 +20,9 @@ CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "n
 """vLLM's cache dtypes that halfbyte's attention supports."""
 NEWER_CACHE_DTYPES = ("nvfp4_4over6",)
 """Further cache dtypes, for which vLLM 0.32 or later is needed."""
+ALL_CACHE_DTYPES = (*CACHE_DTYPES, *NEWER_CACHE_DTYPES)
 _SIDE_DTYPES = tuple(
-    dict.fromkeys(
-        (*CACHE_DTYPES, *NEWER_CACHE_DTYPES, *KVCacheDType.where(lambda row: row.is_quantized))
-    )
+    dict.fromkeys((*ALL_CACHE_DTYPES, *KVCacheDType.where(lambda row: row.is_quantized)))
 )
 """Values of `k_dtype` and `v_dtype`, for messages."""
 

@@ -21,6 +21,7 @@ from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
 from halfbyte.moe.as_loaded import MatrixTensors
 from halfbyte.moe.cuda.gemm_sm90.plan import (
     LINE_K,
+    LINE_PARTS,
     SORT_THREADS,
     STEP_K,
     STRIP,
@@ -200,7 +201,7 @@ def _weight_map(address: int, work: Work, weight_k: int, device: int) -> TensorM
     """Boxes are runs of rows, in parts as `work.cuh` reads them."""
     parts, interleaved = (2, work.interleaved) if work.gated else (1, False)
     if not work.gated and weight_k == LINE_K:
-        parts, interleaved = 8, True
+        parts, interleaved = LINE_PARTS, True
     matrices = ExpertRows(work.k // 2, work.n // parts, parts, work.num_experts, interleaved)
     with current_device(device):
         return tensor_map_of_experts(address, matrices, _RUN_ROWS // parts, weight_k // 2)

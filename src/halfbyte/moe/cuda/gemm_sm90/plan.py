@@ -14,6 +14,8 @@ STEP_K = 128
 LINE_K = 256
 """k in a line of the cache. Copies of whole lines of W take half as many requests to L2, but a slot
 is free only after 256 k."""
+LINE_PARTS = 8
+"""Parts of a run of rows of down in copies of whole lines: `ROW_PARTS` of `work.cuh`."""
 STRIP = 16
 """The sorted pairs of each expert begin at a multiple of this."""
 MAX_PAIRS = 2**20
