@@ -1,6 +1,7 @@
 """The batches that compile attention's kernels at start reach all of them."""
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from halfbyte.layouts import PageLayout
 from halfbyte.plugins.vllm.warmup import _BATCHES, Tokens, batches
 
 
-def parts_of(batch: tuple[tuple[int, int], ...], recent: int) -> tuple[set[int], set[int]]:
+def parts_of(batch: Sequence[tuple[int, int]], recent: int) -> tuple[set[int], set[int]]:
     """Query tokens per sequence that `dense` splits off a batch: of decode steps, and of prompts
     with many cached tokens per new one."""
     few, many = set(), set()
@@ -38,13 +39,13 @@ def parts_of(batch: tuple[tuple[int, int], ...], recent: int) -> tuple[set[int],
 @pytest.mark.parametrize("recent", [0, 64])
 def test_batches_reach_every_kernel_of_mixed_batches(recent: int) -> None:
     few, many = set[int](), set[int]()
-    for batch in _BATCHES:
+    for batch in engine_batches(8320):
         if sum(new for new, _ in batch) > MAX_DECODE_QUERIES * len(batch):  # prefill takes it
             parts = parts_of(batch, recent)
             few |= parts[0]
             many |= parts[1]
     assert few == set(range(1, MAX_DECODE_QUERIES + 1))
-    assert {9, 17, 30} <= many  # one, two and more tiles of queries
+    assert {9, 17} <= many  # of four query heads each: tiles of 64 and 128 rows
 
 
 @pytest.mark.parametrize("queries", range(1, MAX_DECODE_QUERIES + 1))
@@ -52,13 +53,29 @@ def test_batches_of_decode_steps_have_every_number_of_queries(queries: int) -> N
     assert any(all(new == queries and cached >= new for new, cached in batch) for batch in _BATCHES)
 
 
-@pytest.mark.parametrize("max_model_len", [8320, 131072])
-def test_batches_merge_every_number_of_results(max_model_len: int) -> None:
+@pytest.mark.parametrize("max_new", [512, 2048, 8192])
+@pytest.mark.parametrize("max_model_len", [4096, 8320, 131072])
+def test_batches_merge_every_number_of_results(max_model_len: int, max_new: int) -> None:
     """A kernel for each number of blocks of cached tokens."""
-    rng, workspace = random.Random(0), 2**17
-    reached = {len(key_blocks(x.cached, workspace)) for x, *_ in engine_batches(max_model_len)}
-    cached = [rng.randrange(max_model_len - 512) for _ in range(2000)]
-    assert reached >= {len(key_blocks(n, workspace)) for n in cached}
+    layout, rng = PageLayout("nvfp4", "nvfp4", 128, None, 8, 16), random.Random(0)
+
+    def merged(new: int, cached: int) -> int | None:
+        """Blocks of cached tokens; None if PyTorch's attention does not take the prompt."""
+        prompt = Prompt(0, new, new + cached, 0)
+        return len(key_blocks(cached, 2**17)) if _suits_pytorch(prompt, 1, layout) else None
+
+    reached = {merged(*x) for x, *more in engine_batches(max_model_len, max_new) if not more}
+    for _ in range(2000):
+        new = rng.randint(1, min(max_new, max_model_len))
+        cached = rng.randint(0, max_model_len - new)
+        assert merged(new, cached) in reached, (new, cached)
+
+
+@pytest.mark.parametrize("max_model_len", [1000, 131072])
+def test_batches_store_as_many_tokens_as_a_step_can_have(max_model_len: int) -> None:
+    """A rank with one KV head has 16 blocks of 16 values per token."""
+    most = max(sum(x.new for x in batch) for batch in engine_batches(max_model_len, 8192))
+    assert 8192 - 1000 < most <= 8192
 
 
 @pytest.mark.parametrize("recent", [0, 64])
@@ -74,23 +91,24 @@ def test_batches_have_a_padded_prompt_without_cached_tokens(recent: int) -> None
     assert {prompt.is_exact for prompt in by_pytorch} == {True, False}
 
 
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize("num_sms", [108, 132])
-def test_batches_split_keys_and_do_not(num_sms: int, kv_heads: int) -> None:
+def test_batches_split_keys_and_do_not(num_sms: int, kv_heads: int, group: int) -> None:
     """Random batches need no other variants than the compiled ones. All sequences have 9 or more
-    new tokens, so that the general Triton kernel runs; the group is 4."""
+    new tokens, so that the general Triton kernel runs."""
     target, rng = TritonTarget(90, num_sms), random.Random(0)
 
     def variant(count: int, tokens: int) -> tuple[int, bool]:
         layout = PageLayout("nvfp4", "nvfp4", 128, None, kv_heads, 16)
         config = attention_config(
-            layout=layout, num_heads=4 * kv_heads, num_tokens=tokens, num_seqs=count
+            layout=layout, num_heads=group * kv_heads, num_tokens=tokens, num_seqs=count
         )
         plan = make_plan(config, 8320, target)
         return plan.tiles.block_m, plan.merges
 
     compiled = set()
-    for batch in engine_batches(8320):
+    for batch in engine_batches(8320, group=group):
         many = [x.new for x in batch if MAX_DECODE_QUERIES < x.new < MIN_CHUNK]
         if many and len(many) == len(batch):
             compiled.add(variant(len(many), sum(many)))
@@ -102,13 +120,13 @@ def test_batches_split_keys_and_do_not(num_sms: int, kv_heads: int) -> None:
             assert variant(len(counts), sum(counts)) in compiled, counts
 
 
-def engine_batches(max_model_len: int) -> list[list[Tokens]]:
+def engine_batches(max_model_len: int, max_new: int = 8192, group: int = 4) -> list[list[Tokens]]:
     """Of an engine with vLLM's defaults and 2 million tokens."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=max_model_len),
-        scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192),
+        scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=max_new),
     )
-    return list(batches(config, 16, 2**17))
+    return list(batches(config, 16, 2**17, group))
 
 
 def test_batches_are_cut_to_the_engine_s_limits() -> None:
@@ -116,11 +134,11 @@ def test_batches_are_cut_to_the_engine_s_limits() -> None:
         model_config=SimpleNamespace(max_model_len=300),
         scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=100),
     )
-    found = list(batches(config, 16, 30))
-    assert [Tokens(16, 284)] in found
+    found = list(batches(config, 16, 30, 4))
+    assert [Tokens(100, 200)] in found
     assert len({tuple(batch) for batch in found}) == len(found)
     for batch in found:
         assert 1 <= len(batch) <= 2
         assert sum(x.new for x in batch) <= 100
-        assert sum(x.pages(16) for x in batch) <= 30
+        assert all(x.pages(16) <= 30 for x in batch)
         assert all(x.length <= 300 for x in batch)

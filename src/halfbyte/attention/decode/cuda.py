@@ -19,6 +19,7 @@ from halfbyte.attention.decode.variant import (
 from halfbyte.dispatch import Answer
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import current_device
+from halfbyte.kernels.runtime.occupancy import bytes_for_ctas
 from halfbyte.kernels.runtime.parameters import aligned
 from halfbyte.kernels.runtime.tensor_maps import TensorMap, tensor_map_of_pages
 from halfbyte.layouts import PageLayout, page_stride
@@ -215,7 +216,7 @@ def _kernels(
     device: int,
 ) -> dict[str, nvrtc.Kernel]:
     options = tuple((macros(layout, group, dtype, softcap, variant) | recipe.macros()).items())
-    entry = ("decode", variant.cta_bytes(layout))
+    entry = ("decode", bytes_for_ctas(variant.cta_bytes(layout), variant.ctas, device))
     return {
         **nvrtc.load(variant.source, options, (entry,), device),
         **nvrtc.load(

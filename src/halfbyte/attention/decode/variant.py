@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.attention.decode.recipe import NO_RECIPE, RecipeVariant
+from halfbyte.kernels.runtime.occupancy import RESERVED_BYTES
 from halfbyte.kernels.runtime.parameters import region_fields
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.layouts.formats import KV_FORMATS
@@ -88,7 +89,7 @@ class DecodeVariant(NamedTuple):
     def fits(self, layout: PageLayout, compute_capability: int) -> bool:
         """Whether `ctas` CTAs fit in the shared memory of an SM."""
         shared = _SHARED_KIB.get(compute_capability, _MIN_SHARED_KIB) * 1024
-        return self.ctas * (self.cta_bytes(layout) + 1024) <= shared
+        return self.ctas * (self.cta_bytes(layout) + RESERVED_BYTES) <= shared
 
 
 def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | None:

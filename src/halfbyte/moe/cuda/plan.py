@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import ceil, exp
 from typing import NamedTuple
 
+from halfbyte.kernels.runtime.occupancy import RESERVED_BYTES
 from halfbyte.linear.w4a16.gemv.plan import Gpu
 from halfbyte.moe.experts import BLOCK_SIZES, WeightFormat
 
@@ -61,8 +62,6 @@ _WAITING_WARPS = 4
 """Time that a warp waits for memory, as a number of warps whose instructions take as long. From a
 fit to the same times: on average the plan with the least `ProductPlan.cost` takes 3 % longer than
 the fastest option."""
-_RESERVED_BYTES = 1024
-"""Shared memory that CUDA takes from every CTA."""
 
 
 class Work(NamedTuple):
@@ -241,6 +240,6 @@ def _fitting(
     groups = option.warps // split
     ctas = option.warps * option.ctas // (split * groups)
     plan = ProductPlan(columns, split, groups, option.stages, ctas, option.parts)
-    taken = plan.shared_bytes(work, num_pairs) + _RESERVED_BYTES
-    fits = taken * ctas <= gpu.block_bytes + _RESERVED_BYTES
+    taken = plan.shared_bytes(work, num_pairs) + RESERVED_BYTES
+    fits = taken * ctas <= gpu.block_bytes + RESERVED_BYTES
     return plan if fits and work.items(option.parts) % split == 0 else None

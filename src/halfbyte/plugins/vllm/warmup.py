@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from halfbyte.after_import import after_import
+from halfbyte.attention.prefill.plan import MAX_DECODE_QUERIES, MAX_KEYS_PER_QUERY
 from halfbyte.kvcache.recent import missing_positions
 from halfbyte.kvcache.recent_step import MissingTokens
 from halfbyte.plugins.vllm.formats import block_size_of
@@ -48,24 +49,28 @@ _BATCHES = (
     *((Tokens(new, 60), Tokens(new, 300)) for new in range(2, 9)),
     (Tokens(17, 0),),
     (Tokens(17, 300),),
-    # Prompts of which all but a few tokens are in the prefix cache.
-    *((Tokens(new, 2000),) for new in (9, 17, 30)),
     (Tokens(40, 2000), Tokens(1, 300)),
     (Tokens(160, 0), Tokens(160, 600)),
     (Tokens(600, 0), Tokens(300, 900), Tokens(1, 33)),
     # In a batch with prompts, `attention.recent` reads the last tokens of decode steps, too.
     *((Tokens(160, 0), Tokens(new, 300)) for new in range(1, 9)),
-    # Enough sequences to fill the GPU without splitting any.
-    *((Tokens(new, cached),) * 512 for new, cached in ((16, 400), (17, 2000))),
+    # Few cached tokens, but enough sequences to fill the GPU without unpacking.
+    (Tokens(16, 400),) * 512,
     (Tokens(2048, 0),),
     (Tokens(2048, 0), Tokens(2048, 0)),
     (Tokens(2300, 0),),  # padded for cuDNN, so that one result is copied
-    # Prefixes of one to eight blocks of `attention.prefill`, whose results are merged.
+    # Prefixes of one to eight blocks of `attention.prefill`, whose results are merged. The shortest
+    # for each number, and longer ones: small chunks of short prompts are not for dense kernels.
     *((Tokens(1024, 1024 * ((1 << blocks) - 1)),) for blocks in range(1, 7)),
-    *((Tokens(1024, 1024 * (63 + 32 * more)),) for more in (1, 2)),
+    *((Tokens(1024, 2048 * ((1 << blocks) - 1)),) for blocks in range(1, 5)),
+    *((Tokens(1024, 1024 * cached),) for cached in (4, 63 + 32, 63 + 64)),
 )
 """One batch for each kernel of `halfbyte.attention`: decoding, drafts, short and long prompts, with
 and without cached tokens, and mixed batches."""
+_BEYOND = 400
+"""Cached tokens beyond a bound: the last ones may be read from rings instead of pages."""
+_QUERY_TILES = (16, 32, 64, 128)
+"""Rows (query tokens times query heads per KV head) of tiles of the `triton` backend."""
 
 
 def install() -> None:
@@ -112,33 +117,49 @@ def warm_up_attention(vllm_config: Any, device: torch.device) -> int:
             layers.setdefault(layer.impl.kind(layer.head_size_v), layer)
     for layer in layers.values():
         block_size = block_size_of(layer.kv_cache)
-        for batch in batches(vllm_config, block_size, len(layer.kv_cache)):
+        group = layer.impl.num_heads // layer.impl.num_kv_heads
+        for batch in batches(vllm_config, block_size, len(layer.kv_cache), group):
             _run(layer, batch, block_size, vllm_config, device)
     return len(layers)
 
 
-def batches(vllm_config: Any, block_size: int, num_pages: int) -> Iterator[list[Tokens]]:
-    """`_BATCHES`, shortened where they exceed the engine's limits.
+def batches(
+    vllm_config: Any, block_size: int, num_pages: int, group: int
+) -> Iterator[list[Tokens]]:
+    """Batches that need all kernels of a layer, shortened where they exceed the engine's limits.
 
     Args:
         block_size: tokens of a page.
-        num_pages: of the cache.
+        num_pages: of the cache. Sequences may have pages in common.
+        group: query heads per KV head.
     """
-    most = vllm_config.model_config.max_model_len
     scheduler = vllm_config.scheduler_config
+    longest = min(vllm_config.model_config.max_model_len, num_pages * block_size)
+    most = scheduler.max_num_batched_tokens
+    # The largest step: stores of many tokens have a kernel of their own.
+    full = (Tokens(longest, 0),) * (most // longest) or (Tokens(most, 0),)
     seen = []
-    for whole in _BATCHES:
+    for whole in (*_BATCHES, *_few_new_tokens(group), full):
         batch: list[Tokens] = []
-        new, pages = 0, 0
         for x in whole[: scheduler.max_num_seqs]:
-            cut = Tokens(min(x.new, most), min(x.cached, max(0, most - x.new)))
-            new, pages = new + cut.new, pages + cut.pages(block_size)
-            if new > scheduler.max_num_batched_tokens or pages > num_pages:
+            new = min(x.new, longest) if batch else min(x.new, longest, most)
+            if new + sum(y.new for y in batch) > most:
                 break
-            batch.append(cut)
+            batch.append(Tokens(new, min(x.cached, longest - new)))
         if batch and batch not in seen:
             seen.append(batch)
             yield batch
+
+
+def _few_new_tokens(group: int) -> Iterator[tuple[Tokens, ...]]:
+    """Prompts of which all but a few tokens are in the prefix cache: for each tile of queries one,
+    whose keys are split, and so many that the GPU is full without."""
+    for rows in _QUERY_TILES:
+        new = max(MAX_DECODE_QUERIES + 1, rows // 2 // group + 1)  # the smallest with this tile
+        # So many cached tokens that `attention.prefill` does not unpack them.
+        prompt = Tokens(new, new * MAX_KEYS_PER_QUERY + _BEYOND)
+        yield (prompt,)
+        yield (prompt,) * 512
 
 
 def _run(
@@ -160,8 +181,9 @@ def _run(
     slots, first_page = [], 0
     for row, sequence in enumerate(batch):
         pages = sequence.pages(block_size)
-        tables[row, :pages] = np.arange(first_page, first_page + pages)
-        slots.append(first_page * block_size + np.arange(sequence.cached, sequence.length))
+        tables[row, :pages] = np.arange(first_page, first_page + pages) % len(layer.kv_cache)
+        positions = np.arange(sequence.cached, sequence.length)
+        slots.append(tables[row, positions // block_size] * block_size + positions % block_size)
         first_page += pages
     counts = [x.new for x in batch]
     tokens, heads, kv_heads = sum(counts), impl.num_heads, impl.num_kv_heads

@@ -14,6 +14,7 @@ import torch
 
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory, allocate, current_device
+from halfbyte.kernels.runtime.occupancy import bytes_for_ctas
 from halfbyte.kernels.runtime.tensor_maps import (
     BOX_K,
     MAPS,
@@ -105,7 +106,8 @@ class GemvProduct:
             self._chunks = -(-m // max(1, _MAX_PARTIAL_BYTES // (4 * plan.split * columns)))
             self._partial = Memory.contiguous((plan.split, m, columns), torch.float32)
         kernels = _gemv_kernels(dtype, _gemv_macros(plan, n, k, m), gpu.block_bytes, device)
-        self._kernel = kernels.gemv._replace(shared_bytes=plan.shared_bytes(n, k, m))
+        shared_bytes = bytes_for_ctas(plan.shared_bytes(n, k, m), plan.ctas, device)
+        self._kernel = kernels.gemv._replace(shared_bytes=shared_bytes)
         self._grid, self._threads = plan.ctas_in_grid(m), 32 * plan.warps
         self._join, self._join_grid = kernels.join, -(-m * units * UNIT_ROWS // _JOIN_THREADS)
         self._work = bytes(_GemvWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units))

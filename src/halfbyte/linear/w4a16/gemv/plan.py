@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import hypot
 from typing import NamedTuple
 
+from halfbyte.kernels.runtime.occupancy import RESERVED_BYTES
 from halfbyte.linear.w4a16.packed_weight import TILE_K, TILE_N
 
 UNIT_ROWS = 32
@@ -34,8 +35,6 @@ _SLOT_BYTES = 1024
 """Bytes of a unit's sums, per tile of 8 columns (tokens)."""
 _BARRIER_BYTES = 128
 _X_SLICES = 8
-_RESERVED_BYTES = 1024
-"""Shared memory that CUDA reserves per CTA."""
 _INVARIANT_M = 16
 """Max M for which batch-invariant plans are optimized; they are used for every M."""
 
@@ -111,7 +110,7 @@ class Gpu(NamedTuple):
 
     def bytes_of_cta(self, ctas: int) -> int:
         """Max shared memory of a CTA, with `ctas` CTAs per SM."""
-        return (self.block_bytes + _RESERVED_BYTES) // ctas - _RESERVED_BYTES
+        return (self.block_bytes + RESERVED_BYTES) // ctas - RESERVED_BYTES
 
 
 class GemvPlan(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory, allocate, current_device
+from halfbyte.kernels.runtime.occupancy import bytes_for_ctas
 from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.kernels.runtime.tensor_maps import (
     ExpertRows,
@@ -188,7 +189,7 @@ def _kernel_of(
 ) -> tuple[nvrtc.Kernel, MoeGemmPlan]:
     plan = make_plan(work, tokens, gpu_of(device).block_bytes)
     assert plan is not None, "`choose_tokens` has checked it"
-    kernel = _gemm_kernel(dtype, plan.macros(work), plan.shared_bytes(work), device)
+    kernel = _gemm_kernel(dtype, plan, work, device)
     return kernel, plan
 
 
@@ -237,7 +238,7 @@ def compile_gemm(
 
     def compile_one(item: tuple[Work, MoeGemmPlan]) -> None:
         work, plan = item
-        _gemm_kernel(dtype, plan.macros(work), plan.shared_bytes(work), device)
+        _gemm_kernel(dtype, plan, work, device)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(compile_one, possible))
@@ -246,10 +247,9 @@ def compile_gemm(
 
 
 @lru_cache(maxsize=4096)
-def _gemm_kernel(
-    dtype: torch.dtype, macros: tuple[tuple[str, int], ...], shared_bytes: int, device: int
-) -> nvrtc.Kernel:
-    macros = (*dtype_macros(dtype), *macros)
+def _gemm_kernel(dtype: torch.dtype, plan: MoeGemmPlan, work: Work, device: int) -> nvrtc.Kernel:
+    macros = (*dtype_macros(dtype), *plan.macros(work))
+    shared_bytes = bytes_for_ctas(plan.shared_bytes(work), plan.ctas, device)
     functions = (("moe_gemm", shared_bytes),)
     return nvrtc.load("moe/cuda/gemm_sm90/gemm.cu", macros, functions, device)["moe_gemm"]
 

@@ -4,6 +4,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from halfbyte.kernels.runtime.occupancy import RESERVED_BYTES
 from halfbyte.moe.cuda.plan import Work
 from halfbyte.moe.experts import BLOCK_SIZES
 
@@ -24,9 +25,7 @@ SORT_THREADS = 512
 _MAX_STAGES = 12
 _MIN_STAGES = {1: 4, 2: 6, 3: 6}
 """Min stages of the ring, by CTAs per SM."""
-_CTA_BYTES = 1024
-"""Shared memory that CUDA takes from every CTA."""
-_RESERVED_BYTES = 256 + 16
+_BARRIER_BYTES = 256 + 16
 """Shared memory for barriers, and padding after the block scales."""
 _STEP_MICROSECONDS = {16: 0.56, 32: 0.61, 64: 0.74, 96: 0.97, 128: 1.14, 192: 1.61, 256: 2.1}
 """Time of a step by the width of its matmuls, with one CTA per SM: fitted to times of both products
@@ -93,7 +92,7 @@ class MoeGemmPlan(NamedTuple):
         x = self.stages * self.tokens * 128
         out = ROWS * max(32, self.tokens * (1 if work.gated else 2))
         scales = ROWS * work.k // BLOCK_SIZES[work.weight_format]
-        return weights + x + out + _RESERVED_BYTES + self.scale_slots * scales
+        return weights + x + out + _BARRIER_BYTES + self.scale_slots * scales
 
 
 def steps(work: Work) -> int:
@@ -113,7 +112,7 @@ def make_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan | None:
         block_bytes: max shared memory of a CTA.
     """
     for ctas in range(MAX_CTAS[tokens], 0, -1):
-        room = (block_bytes + _CTA_BYTES) // ctas - _CTA_BYTES
+        room = (block_bytes + RESERVED_BYTES) // ctas - RESERVED_BYTES
         wanted = 2 * ceil(_WANTED_MICROSECONDS / ctas / _STEP_MICROSECONDS[tokens])
         # Whole lines if they fit.
         for weight_k in (LINE_K, STEP_K) if tokens <= _MAX_TOKENS_OF_LINES else (STEP_K,):
