@@ -74,6 +74,7 @@ def test_bundled_model_compresses_held_out_files_better_than_xz(
     assert ours <= 0.8 * apart / len(everything)
 
 
+@pytest.mark.slow  # of a model that does not change
 def test_bundled_model_copies(model: Any, tokenizer: Any) -> None:
     for text in heldout_texts().values():
         half = tokenizer(text, add_special_tokens=False).input_ids[:750]

@@ -130,6 +130,7 @@ def overlapping_kernels(
         arguments: Sequence[ctypes.Structure],
         *,
         overlap: bool,
+        ctas_per_sm: int = 0,
     ) -> None:
         assert overlap  # `nvrtc.launch` takes it back before SM90
         launch(kernel.function, grid, threads, *arguments, shared_bytes=kernel.shared_bytes)

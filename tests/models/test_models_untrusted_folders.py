@@ -17,7 +17,12 @@ import halfbyte
 from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.kvcache import KV_SCALES_FILE
-from halfbyte.models import UnsupportedModelError, load_model, load_tokenizer
+from halfbyte.models import (
+    UnsupportedModelError,
+    kv_calibration,
+    load_model,
+    load_tokenizer,
+)
 from halfbyte.quantization import quantize_checkpoint
 
 CODE = """
@@ -149,7 +154,10 @@ def test_configurations_choose_no_kernels(folder: Path, name: str) -> None:
     assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
-def test_calibration_loads_the_tokenizer_the_same_way(folder: Path) -> None:
+def test_calibration_loads_the_tokenizer_the_same_way(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_calibration, "calibration_text", lambda: "import os\n" * 20)
     (folder / KV_SCALES_FILE).unlink()
     model = load_model(folder)
     edit(folder, "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=AUTO_MAP)

@@ -93,7 +93,7 @@ _TAKE_LONG = ("several-queries", "long", "d96", "mqa-32", "page-48", "float32", 
     ("name", "plan"),
     [
         *one_in(
-            6,
+            9,
             (
                 slow(name, plan) if name in _TAKE_LONG else (name, plan)
                 for name, plan in zip(TRANSFORM_CASES, cycle(("whole", "split")), strict=False)

@@ -95,6 +95,29 @@ def test_what_a_launch_tells_the_driver(
     assert driver.values == [5, 6, 7]
 
 
+@pytest.mark.parametrize(("overlap", "capability"), [(False, 90), (True, 80), (True, 90)])
+def test_launches_that_overlap_leave_no_room_for_more_ctas(
+    driver: Driver, overlap: bool, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed: list[tuple[int, int]] = []
+    monkeypatch.setattr(nvrtc, "_allow_shared_bytes", lambda *given: allowed.append(given))
+    monkeypatch.setattr(nvrtc, "compute_capability_of_gpu", lambda device: capability)
+    sm = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sm)
+    nvrtc._shared_bytes_for.cache_clear()
+    kernel = nvrtc.Kernel(FUNCTION, 4096, DEVICE)
+    for _ in range(2):
+        nvrtc.launch(kernel, 10, 256, [ctypes.c_int(1)], overlap=overlap, ctas_per_sm=2)
+    nvrtc._shared_bytes_for.cache_clear()
+    (address,) = set(driver.configs)
+    used = nvrtc._LaunchConfig.from_address(address).shared_bytes
+    if overlap and capability == 90:
+        assert (228 * 1024) // (used + 1024) == 2
+        assert allowed == [(FUNCTION, used)]
+    else:
+        assert (used, allowed) == (4096, [])
+
+
 def test_a_kernel_runs_on_the_gpu_it_was_loaded_for(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,43 +1,66 @@
-"""Kernels whose launches overlap take no more CTAs per SM than their grids have."""
+"""Kernels whose grids fill the GPU take no more CTAs per SM than the grids have, also when their
+launches overlap with the previous kernel."""
 
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 
+import cuda_on_host
+from attention.decode.decode_plans import Step, inputs_of
+from attention.decode.decode_plans import on_host as decode_on_host
 from halfbyte.attention.decode import cuda as decode
-from halfbyte.attention.decode.recipe import NO_RECIPE
-from halfbyte.attention.decode.variant import choose_variant
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.occupancy import RESERVED_BYTES, bytes_for_ctas
-from halfbyte.layouts import PageLayout
 from halfbyte.linear.w4a16.gemv import launcher as gemv
 from halfbyte.linear.w4a16.gemv.plan import Gpu
+from halfbyte.moe.cuda import launcher as moe
+from halfbyte.moe.cuda import sums
 from halfbyte.moe.cuda.gemm_sm90 import launcher as moe_gemm
-from halfbyte.moe.cuda.gemm_sm90.plan import make_plan
-from halfbyte.moe.cuda.plan import Work
+from moe.cases import random_hidden, random_routing
+from moe.on_host import BF16, KINDS, experts_of, moved_matrices
 
 SM_BYTES = 228 * 1024
 H200 = Gpu(90, SM_BYTES - RESERVED_BYTES, 132, 66)
+CACHED: tuple[Any, ...] = (
+    *(gemv._gemv_kernels, moe._product_kernel, moe._plan),
+    *(moe_gemm._kernel_of, moe_gemm._gemm_kernel, moe_gemm._map, moe_gemm._weight_map),
+)
+
+
+class Launch(NamedTuple):
+    shared_bytes: int
+    grid: int
+    ctas_per_sm: int
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """An H200's limits; shared memory by name of the functions that are loaded."""
-    found: dict[str, int] = {}
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launch]]:
+    """Launches on an H200, which do nothing, by name of the function."""
+    found: dict[str, Launch] = {}
 
-    def load(name: str, macros: Any, functions: Any, device: int) -> dict[str, nvrtc.Kernel]:
-        found.update(functions)
-        return {function: nvrtc.Kernel(0, size, device) for function, size in functions}
+    def load(name: str, macros: Any, functions: Any, device: int) -> dict[str, Any]:
+        return {function: nvrtc.Kernel(function, size, device) for function, size in functions}
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(9, SM_BYTES))
+    def launch(
+        kernel: Any, grid: int, threads: int, arguments: Any, *, overlap: bool, ctas_per_sm: int = 0
+    ) -> None:
+        found[kernel[0]] = Launch(kernel[1] or 0, grid, ctas_per_sm)
+
     monkeypatch.setattr(nvrtc, "load", load)
-    return found
-
-
-def properties(major: int, sm_bytes: int) -> SimpleNamespace:
-    return SimpleNamespace(major=major, shared_memory_per_multiprocessor=sm_bytes)
+    monkeypatch.setattr(nvrtc, "launch", launch)
+    for launcher in (gemv, moe, moe_gemm):
+        monkeypatch.setattr(launcher, "gpu_of", lambda device: H200)
+        monkeypatch.setattr(launcher, "allocate", cuda_on_host.allocate)
+    monkeypatch.setattr(sums, "allocate", cuda_on_host.allocate)
+    for cached in CACHED:
+        cached.cache_clear()
+    with cuda_on_host.tensor_maps_on_host():
+        yield found
+    for cached in CACHED:
+        cached.cache_clear()
 
 
 def ctas_that_fit(shared_bytes: int, sm_bytes: int = SM_BYTES) -> int:
@@ -46,53 +69,44 @@ def ctas_that_fit(shared_bytes: int, sm_bytes: int = SM_BYTES) -> int:
 
 @pytest.mark.parametrize("sm_bytes", [SM_BYTES, 100 * 1024])
 @pytest.mark.parametrize("ctas", range(1, 9))
-def test_exactly_as_many_ctas_fit(
-    ctas: int, sm_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(9, sm_bytes))
+def test_exactly_as_many_ctas_fit(ctas: int, sm_bytes: int) -> None:
     most = sm_bytes // ctas - RESERVED_BYTES
     for used in (0, 1000, most // 2, most):
-        taken = bytes_for_ctas(used, ctas, 0)
+        taken = bytes_for_ctas(used, ctas, sm_bytes)
         assert taken >= used
         assert ctas_that_fit(taken, sm_bytes) == ctas
 
 
-def test_nothing_is_added_where_launches_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(8, 164 * 1024))
-    assert bytes_for_ctas(5000, 2, 0) == 5000
-
-
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("group", [1, 4, 8, 16])
-def test_decode(head_size: int, group: int, loaded: dict[str, int]) -> None:
-    """Of head size 64, three CTAs would fit instead of two."""
-    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
-    variant = choose_variant(layout, group, 1.0, False, 90)
-    assert variant is not None
-    decode._kernels.__wrapped__(layout, group, torch.bfloat16, False, variant, NO_RECIPE, 0)
-    assert ctas_that_fit(loaded["decode"]) == variant.ctas
-    if head_size == 64 and group <= 8:
-        assert ctas_that_fit(variant.cta_bytes(layout)) > variant.ctas
+def test_decode(head_size: int, launches: dict[str, Launch]) -> None:
+    """By their shared memory more CTAs would fit; of head size 64 registers suffice for them."""
+    step = Step([9000] * 4, [1] * 4, head_size=head_size, group=8)
+    with decode_on_host(step), patch.object(nvrtc, "launch", nvrtc.launch):
+        inputs = inputs_of(step, query=torch.zeros(4, 16, head_size, dtype=BF16))
+        plan = decode.plan_of(inputs.packed, decode.bind_recipe(inputs).variant)
+    with patch.object(decode, "_merge", lambda *_: None):
+        decode.run(inputs, plan)
+    found, variant = launches["decode"], plan.variant
+    assert found.grid == 132 * found.ctas_per_sm == 132 * variant.ctas
+    assert ctas_that_fit(found.shared_bytes) > variant.ctas
 
 
-@pytest.mark.parametrize("m", [1, 8, 16])
-def test_gemv(m: int, loaded: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token's x is small: more CTAs would fit."""
-    monkeypatch.setattr(gemv, "gpu_of", lambda _: H200)
-    monkeypatch.setattr(
-        gemv, "_gemv_kernels", lambda *_: gemv._GemvKernels(*[nvrtc.Kernel(0, 0, 0)] * 2)
-    )
-    for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
-        product = gemv.GemvProduct(torch.Size((m, k)), n, torch.bfloat16, 0, False, None)
-        assert ctas_that_fit(product._kernel.shared_bytes) == product._plan.ctas
-        if m == 1:
-            assert ctas_that_fit(product._plan.shared_bytes(n, k, m)) > product._plan.ctas
+@pytest.mark.parametrize("m", [1, 16])
+def test_gemv(m: int, launches: dict[str, Launch]) -> None:
+    """One token's x takes so little memory that more CTAs would fit."""
+    product = gemv.GemvProduct(torch.Size((m, 4096)), 28672, BF16, -1, False, None)
+    any_weight = torch.zeros(1)
+    product(torch.zeros(m, 4096, dtype=BF16), any_weight, any_weight, any_weight, None)
+    found, plan = launches["linear_gemv"], product._plan
+    assert found.ctas_per_sm == plan.ctas
+    assert (ctas_that_fit(found.shared_bytes) > plan.ctas) == (m == 1)
 
 
-@pytest.mark.parametrize("tokens", [16, 64, 256])
-def test_experts(tokens: int, loaded: dict[str, int]) -> None:
-    work = Work(1536, 2048, 128, "nvfp4", gated=True)
-    plan = make_plan(work, tokens, H200.block_bytes)
-    assert plan is not None
-    moe_gemm._gemm_kernel.__wrapped__(torch.bfloat16, plan, work, 0)
-    assert ctas_that_fit(loaded["moe_gemm"]) == plan.ctas
+@pytest.mark.parametrize("launcher", [moe, moe_gemm], ids=["few tokens", "many tokens"])
+def test_experts(launcher: Any, launches: dict[str, Launch]) -> None:
+    experts = experts_of(KINDS["swiglu"], 3, 288, 160)
+    matrices = moved_matrices(experts.gate_up), moved_matrices(experts.down)
+    routing = random_routing(9, 1, 3)
+    launcher.run(random_hidden(9, 288, BF16), *matrices, experts.activation, *routing)
+    (found,) = (launch for launch in launches.values() if launch.ctas_per_sm)
+    assert 1 <= found.ctas_per_sm <= ctas_that_fit(found.shared_bytes)

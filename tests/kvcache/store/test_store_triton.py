@@ -422,7 +422,7 @@ def test_nasty_values_are_nasty() -> None:
 @pytest.mark.parametrize(
     ("options", "input_dtype"),
     one_in(
-        8,
+        11,
         (
             (options, dtype)
             for options in (*RECIPE_OPTIONS, *WEIGHTS_ALONE)
@@ -439,7 +439,7 @@ def test_store_of_k_that_a_recipe_changes(
     )
 
 
-@pytest.mark.parametrize("name", one_in(2, SMALL))
+@pytest.mark.parametrize("name", one_in(4, SMALL))
 def test_store_by_weighted_error(store: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With large programs."""
     # Few large programs are fastest in the interpreter.

@@ -139,7 +139,7 @@ def assert_product(out: torch.Tensor, case: Case) -> None:
 @pytest.mark.parametrize(
     ("tile", "dtype"),
     one_in(
-        3,
+        5,
         [
             *((tile, torch.bfloat16) for tile in TILES),
             *((tile, torch.float16) for tile in DIFFERENT),

@@ -19,7 +19,6 @@ from halfbyte.attention.decode.variant import (
 from halfbyte.dispatch import Answer
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import current_device
-from halfbyte.kernels.runtime.occupancy import bytes_for_ctas
 from halfbyte.kernels.runtime.parameters import aligned
 from halfbyte.kernels.runtime.tensor_maps import TensorMap, tensor_map_of_pages
 from halfbyte.layouts import PageLayout, page_stride
@@ -181,7 +180,11 @@ def run(inputs: AttentionInputs, plan: DecodePlan | None = None) -> None:
     arguments: list[nvrtc.Argument] = [params]
     if plan.variant.whole_pages:
         arguments.append(_pages_map(pages if len(pages) else plan.data[None], stride, layout))
-    nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, arguments, overlap=True)
+    nvrtc.launch(
+        *(kernels["decode"], plan.slots, 32 * WARPS, arguments),
+        overlap=True,
+        ctas_per_sm=plan.variant.ctas,
+    )
     _merge(plan, kernels, params.output, inputs)
 
 
@@ -216,7 +219,7 @@ def _kernels(
     device: int,
 ) -> dict[str, nvrtc.Kernel]:
     options = tuple((macros(layout, group, dtype, softcap, variant) | recipe.macros()).items())
-    entry = ("decode", bytes_for_ctas(variant.cta_bytes(layout), variant.ctas, device))
+    entry = ("decode", variant.cta_bytes(layout))
     return {
         **nvrtc.load(variant.source, options, (entry,), device),
         **nvrtc.load(

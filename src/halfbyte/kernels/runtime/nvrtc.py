@@ -24,6 +24,7 @@ import torch
 
 from halfbyte.dispatch import compute_capability_of_gpu
 from halfbyte.kernels.runtime import cubin_cache
+from halfbyte.kernels.runtime.occupancy import bytes_for_ctas
 
 Argument = ctypes.Structure | ctypes.c_void_p | ctypes.c_int | ctypes.c_uint64
 
@@ -188,18 +189,20 @@ def load(
         module = _check(driver.cuModuleLoadData(cubin))
         kernels = {}
         for function_name, shared_bytes in functions:
-            function = _check(driver.cuModuleGetFunction(module, function_name.encode()))
-            if shared_bytes > 48 * 1024:
-                attribute = driver.CUfunction_attribute
-                _check(
-                    driver.cuFuncSetAttribute(
-                        function,
-                        attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                        shared_bytes,
-                    )
-                )
-            kernels[function_name] = Kernel(int(function), shared_bytes, device)
+            function = int(_check(driver.cuModuleGetFunction(module, function_name.encode())))
+            _allow_shared_bytes(function, shared_bytes)
+            kernels[function_name] = Kernel(function, shared_bytes, device)
     return kernels
+
+
+def _allow_shared_bytes(function: int, shared_bytes: int) -> None:
+    """Raise the limit of a function's dynamic shared memory, which is 48 KiB at first."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    handle = driver.CUfunction(function)
+    if _check(driver.cuFuncGetAttribute(attribute, handle)) < shared_bytes:
+        _check(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
 
 
 def launch(
@@ -209,6 +212,7 @@ def launch(
     arguments: Sequence[Argument],
     *,
     overlap: bool = False,
+    ctas_per_sm: int = 0,
 ) -> None:
     """Launch on the current stream of the kernel's GPU.
 
@@ -216,6 +220,10 @@ def launch(
         overlap: programmatic dependent launch (SM90 and later, otherwise ignored): the kernel
             may start before the previous one has ended. It must execute `griddepcontrol.wait`
             before it reads memory that the previous kernel wrote.
+        ctas_per_sm: max CTAs that share an SM if launches overlap; 0 for as many as fit. For grids
+            that fill the GPU: such a kernel gets SMs one by one, as the previous one leaves them.
+            If more of its CTAs fit on an SM than the grid has per SM, the first free SMs take too
+            many, and the last ones get none.
 
     Raises:
         RuntimeError: the driver returned an error.
@@ -224,10 +232,12 @@ def launch(
     # As PyTorch's compiled code does; ten times as fast as `torch.cuda.current_stream`.
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            launch(kernel, grid, threads, arguments, overlap=overlap)
+            launch(kernel, grid, threads, arguments, overlap=overlap, ctas_per_sm=ctas_per_sm)
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     overlap = overlap and compute_capability_of_gpu(device) >= 90
+    if overlap and ctas_per_sm:
+        shared_bytes = _shared_bytes_for(kernel, ctas_per_sm)
     config = _launch_config(grid, threads, shared_bytes, stream, overlap)
     pointers = _POINTERS[len(arguments)](*[addressof(argument) for argument in arguments])
     launch_arguments = addressof(config), function, pointers, None
@@ -239,6 +249,17 @@ def launch(
         from cuda.bindings import driver
 
         _check((driver.CUresult(status),))
+
+
+@lru_cache(maxsize=4096)
+def _shared_bytes_for(kernel: Kernel, ctas_per_sm: int) -> int:
+    """Dynamic shared memory with which no more CTAs of a kernel fit on an SM."""
+    properties = torch.cuda.get_device_properties(kernel.device)
+    shared_bytes = bytes_for_ctas(
+        kernel.shared_bytes, ctas_per_sm, properties.shared_memory_per_multiprocessor
+    )
+    _allow_shared_bytes(kernel.function, shared_bytes)
+    return shared_bytes
 
 
 @lru_cache(maxsize=4096)

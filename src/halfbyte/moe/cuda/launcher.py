@@ -9,7 +9,6 @@ import torch
 
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory, allocate
-from halfbyte.kernels.runtime.occupancy import bytes_for_ctas
 from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
 from halfbyte.moe.as_loaded import MatrixTensors
@@ -84,10 +83,13 @@ def _launch(
     out = allocate(Memory.contiguous((pairs.count, columns), x.dtype), device)
     arguments.bind(weight=matrices.weight, x=x, out=out)
     kernel = _product_kernel(x.dtype, plan.macros(work), gpu.block_bytes, device)
-    shared_bytes = bytes_for_ctas(plan.shared_bytes(work, pairs.count), plan.ctas, device)
-    kernel = kernel._replace(shared_bytes=shared_bytes)
+    kernel = kernel._replace(shared_bytes=plan.shared_bytes(work, pairs.count))
     grid = plan.grid(work, pairs.count, gpu.num_sms)
-    nvrtc.launch(kernel, grid, plan.threads, (arguments.params,), overlap=True)
+    nvrtc.launch(
+        *(kernel, grid, plan.threads, (arguments.params,)),
+        overlap=True,
+        ctas_per_sm=plan.ctas,
+    )
     return out
 
 

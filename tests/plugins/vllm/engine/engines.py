@@ -188,13 +188,24 @@ def run_apart(
         options: of `vllm_engine`.
     """
     arguments = list(prompts), in_process, max_tokens, experts, options
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(_run_apart, *arguments).result()
+    context: Any = get_context("spawn")
+    if in_process and not torch.cuda.is_available():
+        # Forks of a process that has imported vLLM, which takes ten seconds.
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__, "vllm.v1.engine.llm_engine"])
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(_run_apart, dict(os.environ), *arguments).result()
 
 
 def _run_apart(
-    prompts: list[Any], in_process: bool, max_tokens: int, experts: bool, options: dict[str, Any]
+    environment: dict[str, str],
+    prompts: list[Any],
+    in_process: bool,
+    max_tokens: int,
+    experts: bool,
+    options: dict[str, Any],
 ) -> tuple[list[list[int]], dict[str, float]]:
+    os.environ.update(environment)
     # Allows pickled functions for the workers, which are local.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"

@@ -159,6 +159,7 @@ def test_scales_that_are_missing_are_the_last_message(tmp_path: Path) -> None:
     assert not any("Engine core initialization failed" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_one_line_of_the_log_says_how_k_and_v_are_stored(tmp_path: Path) -> None:
     folder = bundled_copy(tmp_path)
     ours = {"attention_backend": "CUSTOM", "kv_cache_dtype": "nvfp4"}

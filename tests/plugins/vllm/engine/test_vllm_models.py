@@ -131,17 +131,18 @@ def max_running(llm: Any, prompts: list[list[int]]) -> int:
         llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     most = 0
-    while llm.llm_engine.has_unfinished_requests():
+    for _ in range(6):  # two for all prompts, and none of them ends
         llm.llm_engine.step()
         most = max(most, len(scheduler.running))
+    llm.llm_engine.abort_request([str(i) for i in range(len(prompts))])
     return most
 
 
 def test_equal_memory_holds_3_5_times_the_tokens() -> None:
     """By vLLM's count, and by the requests that it really runs at once."""
     counted, admitted = {}, {}
-    prompts = [token_ids(230, seed=n).tolist() for n in range(45)]
-    memory = 13 * 2**20  # 11 and 39 of them
+    prompts = [token_ids(118, seed=n).tolist() for n in range(45)]
+    memory = 7 * 2**20  # 11 and 39 of them
     for dtype in ("auto", "nvfp4"):
         options: dict[str, Any] = {"kv_cache_dtype": dtype, "kv_cache_memory_bytes": memory}
         with vllm_engine(dtype="bfloat16", block_size=16, max_num_seqs=256, **options) as llm:

@@ -36,13 +36,15 @@ def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quantized(tmp_path: Path, dialect: str, activations: bool) -> Path:
-    out = tmp_path / "quantized"
+    out, text = tmp_path / "quantized", tmp_path / "text.txt"
+    text.write_text("".join(TEXTS) * 4)
     quantize_checkpoint(
         BUNDLED,
         out,
         dialect=dialect,
         weights="nvfp4" if activations else "nvfp4-a16",
         kv_cache_dtype="nvfp4",
+        calibration_file=text,
     )
     return out
 

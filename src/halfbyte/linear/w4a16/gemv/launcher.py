@@ -14,7 +14,6 @@ import torch
 
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory, allocate, current_device
-from halfbyte.kernels.runtime.occupancy import bytes_for_ctas
 from halfbyte.kernels.runtime.tensor_maps import (
     BOX_K,
     MAPS,
@@ -106,8 +105,7 @@ class GemvProduct:
             self._chunks = -(-m // max(1, _MAX_PARTIAL_BYTES // (4 * plan.split * columns)))
             self._partial = Memory.contiguous((plan.split, m, columns), torch.float32)
         kernels = _gemv_kernels(dtype, _gemv_macros(plan, n, k, m), gpu.block_bytes, device)
-        shared_bytes = bytes_for_ctas(plan.shared_bytes(n, k, m), plan.ctas, device)
-        self._kernel = kernels.gemv._replace(shared_bytes=shared_bytes)
+        self._kernel = kernels.gemv._replace(shared_bytes=plan.shared_bytes(n, k, m))
         self._grid, self._threads = plan.ctas_in_grid(m), 32 * plan.warps
         self._join, self._join_grid = kernels.join, -(-m * units * UNIT_ROWS // _JOIN_THREADS)
         self._work = bytes(_GemvWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units))
@@ -162,7 +160,11 @@ class GemvProduct:
             )
         )
         arguments = self._x_map(address, stride), params
-        nvrtc.launch(self._kernel, self._grid, self._threads, arguments, overlap=True)
+        nvrtc.launch(
+            *(self._kernel, self._grid, self._threads, arguments),
+            overlap=True,
+            ctas_per_sm=self._plan.ctas,
+        )
         if partial is not None:
             nvrtc.launch(self._join, self._join_grid, _JOIN_THREADS, (params,), overlap=True)
         return out

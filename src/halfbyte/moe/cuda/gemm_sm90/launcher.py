@@ -10,7 +10,6 @@ import torch
 
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory, allocate, current_device
-from halfbyte.kernels.runtime.occupancy import bytes_for_ctas
 from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.kernels.runtime.tensor_maps import (
     ExpertRows,
@@ -180,7 +179,11 @@ def _multiply(
     )
     resident = plan.ctas * gpu_of(device).num_sms // 2
     clusters = min(resident, found.max_tiles * row_pairs(work))
-    nvrtc.launch(kernel, 2 * clusters, _THREADS, (*maps, arguments.params), overlap=True)
+    nvrtc.launch(
+        *(kernel, 2 * clusters, _THREADS, (*maps, arguments.params)),
+        overlap=True,
+        ctas_per_sm=plan.ctas,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -249,8 +252,7 @@ def compile_gemm(
 @lru_cache(maxsize=4096)
 def _gemm_kernel(dtype: torch.dtype, plan: MoeGemmPlan, work: Work, device: int) -> nvrtc.Kernel:
     macros = (*dtype_macros(dtype), *plan.macros(work))
-    shared_bytes = bytes_for_ctas(plan.shared_bytes(work), plan.ctas, device)
-    functions = (("moe_gemm", shared_bytes),)
+    functions = (("moe_gemm", plan.shared_bytes(work)),)
     return nvrtc.load("moe/cuda/gemm_sm90/gemm.cu", macros, functions, device)["moe_gemm"]
 
 
