@@ -20,24 +20,21 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.provenance import provenance
 from benchmarks.timing import capture
-from halfbyte.attention.decode import cuda as decode
 from halfbyte.bench.attention_calls import attention_calls, store_calls
 from halfbyte.bench.cases import decode as decode_case
 from halfbyte.bench.cases import store
 from halfbyte.bench.data import make_inputs
 from halfbyte.bench.linear import LinearWeights
 from halfbyte.bench.moe import MOE_SHAPES, RandomExperts
+from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.occupancy import bytes_for_ctas
-from halfbyte.linear.w4a16 import cuda as linear
-from halfbyte.linear.w4a16.gemv import launcher as gemv
 from halfbyte.measure.timing import CYCLES_PER_US, Call, gpu_microseconds
-from halfbyte.moe.cuda import launcher as moe
-from halfbyte.moe.cuda.gemm_sm90 import launcher as moe_gemm
 
 RESULT = Path(__file__).parent / "results" / "chains.json"
 DECODE = (
@@ -49,13 +46,6 @@ LINEAR = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 TOKENS = (1, 4, 8, 16, 64)
 _LAYERS = 8
 _ROUNDS = 9
-_LIMITED: tuple[Any, ...] = (decode, gemv, moe, moe_gemm)
-"""Launchers of kernels whose grids fill the GPU."""
-_CACHED: tuple[Any, ...] = (
-    *(decode._kernels, linear._product, gemv.gemv_product),
-    *(moe_gemm._kernel_of, moe_gemm._gemm_kernel),
-)
-
 Layers = Sequence[Call]
 """Calls of a chain, in order."""
 
@@ -98,20 +88,18 @@ def chains(device: torch.device) -> Iterator[tuple[str, Callable[[], Layers]]]:
 
 
 def captured(calls: Layers, limit: Callable[[int, int, int], int]) -> Call:
-    """A graph of calls of kernels that are loaded with such a limit."""
-    for launcher in _LIMITED:
-        launcher.bytes_for_ctas = limit
-    for cache in _CACHED:
-        cache.cache_clear()
-    for call in calls:
-        call()
-    return capture(calls)
+    """A graph of calls that are launched with such a limit."""
+    nvrtc._shared_bytes_for.cache_clear()
+    with patch.object(nvrtc, "bytes_for_ctas", limit):
+        for call in calls:
+            call()
+        return capture(calls)
 
 
 def microseconds(calls: Layers) -> dict[str, float]:
     """Per layer, with and without the limit."""
     graphs = {
-        "unlimited": captured(calls, lambda used, ctas, device: used),
+        "unlimited": captured(calls, lambda used, ctas, sm_bytes: used),
         "limited": captured(calls, bytes_for_ctas),
     }
     times: dict[str, list[float]] = {name: [] for name in graphs}
