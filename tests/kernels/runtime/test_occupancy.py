@@ -81,7 +81,7 @@ def test_exactly_as_many_ctas_fit(ctas: int, sm_bytes: int) -> None:
 def test_decode(head_size: int, launches: dict[str, Launch]) -> None:
     """By their shared memory more CTAs would fit; of head size 64 registers suffice for them."""
     step = Step([9000] * 4, [1] * 4, head_size=head_size, group=8)
-    with decode_on_host(step), patch.object(nvrtc, "launch", nvrtc.launch):
+    with decode_on_host(step):
         inputs = inputs_of(step, query=torch.zeros(4, 16, head_size, dtype=BF16))
         plan = decode.plan_of(inputs.packed, decode.bind_recipe(inputs).variant)
     with patch.object(decode, "_merge", lambda *_: None):
@@ -102,11 +102,24 @@ def test_gemv(m: int, launches: dict[str, Launch]) -> None:
     assert (ctas_that_fit(found.shared_bytes) > plan.ctas) == (m == 1)
 
 
-@pytest.mark.parametrize("launcher", [moe, moe_gemm], ids=["few tokens", "many tokens"])
-def test_experts(launcher: Any, launches: dict[str, Launch]) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "maker"),
+    [(moe, "_plan"), (moe_gemm, "make_plan")],
+    ids=["few tokens", "many tokens"],
+)
+def test_experts(
+    launcher: Any, maker: str, launches: dict[str, Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, plans = getattr(launcher, maker), list[Any]()
+
+    def recorded(*arguments: Any) -> Any:
+        plans.append(make(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(launcher, maker, recorded)
     experts = experts_of(KINDS["swiglu"], 3, 288, 160)
     matrices = moved_matrices(experts.gate_up), moved_matrices(experts.down)
     routing = random_routing(9, 1, 3)
     launcher.run(random_hidden(9, 288, BF16), *matrices, experts.activation, *routing)
     (found,) = (launch for launch in launches.values() if launch.ctas_per_sm)
-    assert 1 <= found.ctas_per_sm <= ctas_that_fit(found.shared_bytes)
+    assert found.ctas_per_sm == plans[-1].ctas <= ctas_that_fit(found.shared_bytes)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention.cases import config as attention_config
-from halfbyte.attention.paged.plan import TritonTarget, make_plan
+from halfbyte.attention.paged.plan import TritonTarget, choose_tiles, make_plan
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_KEYS_PER_QUERY,
@@ -36,6 +36,13 @@ def parts_of(batch: Sequence[tuple[int, int]], recent: int) -> tuple[set[int], s
     return few, many
 
 
+def rows_of(tokens: int, group: int = 4) -> int:
+    """Rows of a tile of the `triton` backend for so many query tokens per sequence."""
+    layout = PageLayout("nvfp4", "nvfp4", 128, None, 8, 16)
+    target = TritonTarget(90, 132)
+    return choose_tiles(layout, torch.bfloat16, tokens * group, target, False).block_m
+
+
 @pytest.mark.parametrize("recent", [0, 64])
 def test_batches_reach_every_kernel_of_mixed_batches(recent: int) -> None:
     few, many = set[int](), set[int]()
@@ -45,7 +52,8 @@ def test_batches_reach_every_kernel_of_mixed_batches(recent: int) -> None:
             few |= parts[0]
             many |= parts[1]
     assert few == set(range(1, MAX_DECODE_QUERIES + 1))
-    assert {9, 17} <= many  # of four query heads each: tiles of 64 and 128 rows
+    # Of four query heads each, all numbers of rows per tile that so few tokens can have.
+    assert {rows_of(n) for n in many} == {rows_of(n) for n in range(9, MIN_CHUNK)} == {64, 128}
 
 
 @pytest.mark.parametrize("queries", range(1, MAX_DECODE_QUERIES + 1))
@@ -73,7 +81,8 @@ def test_batches_merge_every_number_of_results(max_model_len: int, max_new: int)
 
 @pytest.mark.parametrize("max_model_len", [1000, 131072])
 def test_batches_store_as_many_tokens_as_a_step_can_have(max_model_len: int) -> None:
-    """A rank with one KV head has 16 blocks of 16 values per token."""
+    """Stores of many tokens have a kernel of their own. With few KV heads, "many" is more than any
+    batch of `_BATCHES` has."""
     most = max(sum(x.new for x in batch) for batch in engine_batches(max_model_len, 8192))
     assert 8192 - 1000 < most <= 8192
 
