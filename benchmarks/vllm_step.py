@@ -5,11 +5,11 @@
 A model's shape with dummy weights. Each variant runs in a separate process with vLLM's default
 engine (CUDA graphs, torch.compile). Prompts are random token ids; steps of at most 16,384 tokens,
 92 % of the GPU's memory. Prefill is the tokens of new prompts over the time to answer them with 2
-tokens, the better of two. A step is (time of 66 tokens - time of 2) / 64, the best of three, with
-prompts that the prefix cache holds: prefills of many seconds vary by more than 64 steps take. A
-later step is (time of 258 tokens - time of 66) / 192: without the beginning, in which clocks and
-batches change. The scheduler is paused until the engine has all prompts, so that every step has the
-whole batch: otherwise the first ones decode while the others arrive.
+tokens, the better of two. A step is the mean of 256, from the last sequence's first token to its
+last one, by the engine's own clock, the best of three runs with prompts that the prefix cache
+holds. (Times of whole answers vary by as much as many steps take.) The scheduler is paused until
+the engine has all prompts, so that every step has the whole batch: otherwise the first ones decode
+while the others arrive.
 
     --model qwen3-30b-a3b  another shape of `vllm_models`, into a file of its own
     --variants "a;b"   only these; others stay in the file if GPU and versions are the same
@@ -42,7 +42,7 @@ from benchmarks.vllm_models import MODELS, Case
 
 RESULTS = Path(__file__).parent / "results"
 DEFAULT = "llama-3.1-8b"
-_SHORT, _LONG, _LONGER = 2, 66, 258
+_STEPS = 256
 
 
 def start_engine(arguments: argparse.Namespace, cases: Sequence[Case]) -> Any:
@@ -62,12 +62,17 @@ def start_engine(arguments: argparse.Namespace, cases: Sequence[Case]) -> Any:
         max_num_seqs=max(batch for batch, _ in cases),
         gpu_memory_utilization=0.92,
         tensor_parallel_size=arguments.tp,
+        disable_log_stats=False,  # times of tokens
         **options,
     )
 
 
-def run_prompts(llm: Any, prompts: list[list[int]], tokens: int) -> float:
-    """Seconds to generate `tokens` tokens for every prompt."""
+def run_prompts(llm: Any, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+    """Generate `tokens` tokens for every prompt, 2 or more.
+
+    Returns:
+        Seconds of all, and of a decode step in the mean.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
@@ -76,8 +81,11 @@ def run_prompts(llm: Any, prompts: list[list[int]], tokens: int) -> float:
     llm.sleep(level=0, mode="keep")  # answered once the engine has read all prompts
     begin = time.perf_counter()
     llm.wake_up(tags=["scheduling"])
-    llm.wait_for_completion(use_tqdm=False)
-    return time.perf_counter() - begin
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    first = max(output.metrics.first_token_ts for output in outputs)
+    last = max(output.metrics.last_token_ts for output in outputs)
+    return seconds, (last - first) / (tokens - 1)
 
 
 def random_prompts(batch: int, context: int) -> list[list[int]]:
@@ -94,14 +102,9 @@ def measure(llm: Any, batch: int, context: int) -> dict[str, float]:
     prefills = []
     for _ in range(2):
         prompts = random_prompts(batch, context)
-        prefills.append(run_prompts(llm, prompts, _SHORT))
-    times = {
-        tokens: min(run_prompts(llm, prompts, tokens) for _ in range(3))
-        for tokens in (_SHORT, _LONG, _LONGER)
-    }
+        prefills.append(run_prompts(llm, prompts, 2)[0])
     return {
-        "step_ms": 1e3 * (times[_LONG] - times[_SHORT]) / (_LONG - _SHORT),
-        "later_step_ms": 1e3 * (times[_LONGER] - times[_LONG]) / (_LONGER - _LONG),
+        "step_ms": 1e3 * min(run_prompts(llm, prompts, _STEPS + 1)[1] for _ in range(3)),
         "prefill_tokens_per_s": batch * context / min(prefills),
     }
 
