@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.vllm_step import run_prompts
 from halfbyte.kvcache import KVScales
 from models.zoo import make_model, token_ids
 from plugins.vllm.engine.engines import (
@@ -42,6 +43,19 @@ def test_tensor_parallel_gives_the_same_tokens(
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     found, _ = run_apart(TEXTS, in_process=False, tensor_parallel_size=2)
     assert found == tokens
+
+
+def test_a_step_of_the_benchmark_is_without_the_prompts() -> None:
+    """Steps are timed from the first token, with prompts that the cache holds and with new ones."""
+    known, new = (token_ids(6, 192, seed=seed).tolist() for seed in (1, 2))
+    with vllm_engine(disable_log_stats=False, enable_prefix_caching=True) as llm:
+        assert_ours(llm, "nvfp4")
+        run_prompts(llm, known, 2)
+        for prompts in (known, new):
+            seconds, step = run_prompts(llm, prompts, 65)
+            assert 0.5 * seconds < 64 * step < seconds
+        seconds, step = run_prompts(llm, token_ids(6, 192, seed=3).tolist(), 2)
+        assert 0 < 2 * step < seconds
 
 
 def test_data_parallel_gives_the_same_tokens(tmp_path: Path) -> None:
