@@ -12,7 +12,7 @@ the engine has all prompts, so that every step has the whole batch: otherwise th
 while the others arrive.
 
     --model qwen3-30b-a3b  another shape of `vllm_models`, into a file of its own
-    --variants "a;b"   only these; others stay in the file if GPU and versions are the same
+    --variants "a;b"   only these; others stay in the file if GPU, versions and method are the same
     --cases 64x8192    only these (batch x context)
     --tp 2             tensor parallel
     --gpus 2           so many variants at a time, each on a GPU of its own
@@ -268,11 +268,12 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(),
         "tensor_parallel": arguments.tp,
         "variants_at_a_time": arguments.gpus,
+        "steps": _STEPS,
         "versions": {**versions(), "vllm": vllm.__version__},
         "results": {},
     }
     if arguments.variants is not None:
-        compared = "gpu", "tensor_parallel", "versions"
+        compared = "gpu", "tensor_parallel", "steps", "versions"
         report["results"] = earlier_results(arguments.out, report, compared)
     free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     for gpu in range(arguments.gpus):

@@ -10,8 +10,8 @@ _OURS = "halfbyte nvfp4 weights and cache"
 _LONG = "64x8192"
 _MAX_MS = {_LONG: 7.8, "128x2048": 6.3, "16x1024": 2.5, "1x4096": 2.25}
 _WHY = {
-    _LONG: "decode reads at 91 % of the rate of a plain reduction (vllm_profile); 8.06 in two runs",
-    "16x1024": "2.50 to 2.55 in four runs on H200s",
+    _LONG: "decode reads at 91 % of the rate of a plain reduction (vllm_profile)",
+    "16x1024": "not looked for yet: no profile at this batch",
     "128x2048": "unpacking weights and matmuls add up at 128 tokens (linear_wide_ablation)",
 }
 
@@ -23,8 +23,8 @@ _WHY_BALANCED = (
 def step_ms(figures: dict[str, Any]) -> float:
     """Milliseconds of a step of a case.
 
-    Runs before December 2026 had it from differences of whole answers: of 64 steps in `step_ms`,
-    which vary by 1 ms at 64 x 8,192, later of 192 steps as well, in `later_step_ms`.
+    Reports without `steps` have it from the difference of two answers' times, over 64 steps in
+    `step_ms`, which varies by 1 ms at 64 x 8,192; some over 192 steps as well, `later_step_ms`.
     """
     return figures.get("later_step_ms", figures["step_ms"])
 
