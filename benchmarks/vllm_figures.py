@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bounds.vllm import step_ms
 from benchmarks.pages import put_table
 from benchmarks.svg import INK, svg_figure
 
@@ -51,7 +50,7 @@ def table(report: dict[str, Any]) -> str:
     for name, figures in report["results"].items():
         if "error" in figures:
             continue
-        steps = [f"{step_ms(figures[c]):.2f} ms" if c in figures else "" for c in cases]
+        steps = [f"{figures[c]['step_ms']:.2f} ms" if c in figures else "" for c in cases]
         prefill = f"{figures[cases[0]]['prefill_tokens_per_s'] / 1e3:.1f}k/s"
         tokens = f"{figures['kv_cache_tokens'] / 1e3:,.0f}k"
         lines.append("| " + " | ".join((name, *steps, prefill, tokens)) + " |")
@@ -123,7 +122,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Bars of milliseconds of a decode step."""
     cases = cases_of(report)
     bars = {
-        name: [step_ms(figures[case]) if case in figures else None for case in cases]
+        name: [figures[case]["step_ms"] if case in figures else None for case in cases]
         for name, figures in report["results"].items()
         if "error" not in figures
     }

@@ -11,22 +11,13 @@ _LONG = "64x8192"
 _MAX_MS = {_LONG: 7.8, "128x2048": 6.3, "16x1024": 2.5, "1x4096": 2.25}
 _WHY = {
     _LONG: "decode reads at 91 % of the rate of a plain reduction (vllm_profile)",
-    "16x1024": "not looked for yet: no profile at this batch",
+    "16x1024": "2.502 ms; some 350 kernels of a few us each (vllm_profile_16x1024)",
     "128x2048": "unpacking weights and matmuls add up at 128 tokens (linear_wide_ablation)",
 }
 
 _WHY_BALANCED = (
     "decode takes 1.05 to 1.09 of plain's time (recipe_speed), and the store before it longer"
 )
-
-
-def step_ms(figures: dict[str, Any]) -> float:
-    """Milliseconds of a step of a case.
-
-    Reports without `steps` have it from the difference of two answers' times, over 64 steps in
-    `step_ms`, which varies by 1 ms at 64 x 8,192; some over 192 steps as well, `later_step_ms`.
-    """
-    return figures.get("later_step_ms", figures["step_ms"])
 
 
 def _steps(
@@ -37,7 +28,7 @@ def _steps(
 ) -> Iterator[Bound]:
     """Milliseconds of a variant's steps, by case; `misses` has the reasons of known ones."""
     for case, limit in limits.items():
-        step = step_ms(figures[case])
+        step = figures[case]["step_ms"]
         yield bound(f"{case}, ms", step, "<=", limit, known_miss=misses.get(case, ""))
 
 
@@ -46,13 +37,13 @@ def of_steps(report: dict[str, Any]) -> Iterator[Bound]:
     bound, rows = partial(Bound, "vllm_step"), report["results"]
     ours, bf16 = rows[_OURS], rows["vllm bf16"]
     yield from _steps(bound, ours, _MAX_MS, _WHY)
-    best = min(step_ms(row[_LONG]) for name, row in rows.items() if name.startswith("vllm"))
-    yield bound(f"{_LONG}, of vLLM's best", step_ms(ours[_LONG]) / best, "<=", 0.48)
+    best = min(row[_LONG]["step_ms"] for name, row in rows.items() if name.startswith("vllm"))
+    yield bound(f"{_LONG}, of vLLM's best", ours[_LONG]["step_ms"] / best, "<=", 0.48)
     prefill = ours[_LONG]["prefill_tokens_per_s"] / bf16[_LONG]["prefill_tokens_per_s"]
     yield bound("prefill, of vLLM's bf16", prefill, ">=", 1.1)
     held = rows["halfbyte nvfp4 cache"]["kv_cache_tokens"] / bf16["kv_cache_tokens"]
     yield bound("tokens held, of bf16's", held, ">=", 3.5)
-    balanced = step_ms(rows[f"{_OURS}, balanced"][_LONG]) / step_ms(ours[_LONG])
+    balanced = rows[f"{_OURS}, balanced"][_LONG]["step_ms"] / ours[_LONG]["step_ms"]
     yield bound(f"{_LONG}, balanced of plain", balanced, "<=", 1.06, known_miss=_WHY_BALANCED)
 
 
@@ -78,13 +69,13 @@ def of_gpt_oss(report: dict[str, Any]) -> Iterator[Bound]:
     rows = dict(report["results"])
     ours = rows.pop("halfbyte mxfp4 experts, nvfp4 cache")
     for case in _EXPERTS_MAX_MS:
-        best = min(step_ms(row[case]) for row in rows.values())
-        step = step_ms(ours[case]) / best
+        best = min(row[case]["step_ms"] for row in rows.values())
+        step = ours[case]["step_ms"] / best
         yield Bound("vllm_step_gpt_oss_20b", f"{case}, of vLLM's best", step, "<", 1.0)
 
 
 def of_tensor_parallel(report: dict[str, Any]) -> Iterator[Bound]:
     """Bounds of `vllm_step_tp2.json`: a step on two GPUs."""
     ours, fp8 = (report["results"][name][_LONG] for name in (_OURS, "vllm fp8 cache"))
-    step = step_ms(ours) / step_ms(fp8)
+    step = ours["step_ms"] / fp8["step_ms"]
     yield Bound("vllm_step_tp2", f"{_LONG}, of vLLM's fp8", step, "<=", 0.6)

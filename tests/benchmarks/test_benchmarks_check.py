@@ -143,8 +143,7 @@ def test_other_slower_runs_are_found() -> None:
         (f"{ours}, balanced", "64x8192", 0.8),
     ):
         figures = report["results"][variant][case]
-        figures["step_ms"] = factor * vllm.step_ms(figures)
-        figures.pop("later_step_ms", None)
+        figures["step_ms"] = factor * figures["step_ms"]
     # Known misses that hold are found, too.
     assert broken(vllm.of_steps(report)) == {
         "128x2048, ms",

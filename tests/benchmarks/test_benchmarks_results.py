@@ -111,7 +111,7 @@ def test_docs_show_the_committed_runs_inside_vllm() -> None:
     results = report["results"]
     for row in results.values():
         for case in figures.cases_of(report):
-            assert case not in row or f">{figures.step_ms(row[case]):.1f}<" in svg
+            assert case not in row or f">{row[case]['step_ms']:.1f}<" in svg
     profile = json.loads(figures.PROFILE.read_text())
     assert table_in(figures.PAGE, "vllm-profile") == figures.profile_table(profile)
     online = json.loads(figures.ONLINE.read_text())
