@@ -93,6 +93,18 @@ def store() -> str:
     return markdown(heads, rows, 2)
 
 
+def store_and_decode() -> str:
+    """A step's store and decode attention per layer, in two calls and in one."""
+    ways = ("decode", "two calls", "one call")
+    rows = []
+    for case, row in read("store_and_decode")["microseconds"].items():
+        recipe, size = case.split(", ")
+        batch, context = map(int, size.split(" x "))
+        rows.append([recipe, f"{batch} x {context:,}", *(f"{row[way]:.1f}" for way in ways)])
+    heads = ["recipe", "sequences x tokens", "decode alone", "store, then decode", "in one call"]
+    return markdown(heads, rows, 2)
+
+
 def cpu_attention() -> str:
     """Decode on a CPU, and SDPA on unquantized K and V."""
     names = {
@@ -213,6 +225,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "prefill": ("attention.md", prefill),
     "prefill-variants": ("attention.md", prefill_variants),
     "store": ("attention.md", store),
+    "store-and-decode": ("attention.md", store_and_decode),
     "decode-step": ("attention.md", decode_step),
     "engine-step": ("attention.md", engine_step),
     "cpu-attention": ("cpu.md", cpu_attention),

@@ -20,7 +20,7 @@ NAMES = {
     "kvcache": """
         KV_CACHE_QUANT_REGISTRY KV_SCALES_FILE NULL_PAGE STORE_BACKENDS ChunkedLocalAttentionSpec
         FullAttentionSpec HostSequence KVCacheDType KVCacheGroup KVCachePlan KVCacheQuantMethod
-        KVCacheSpec KVRecipe KVScales OutOfPagesError PageAllocator PageLayout PagedKVPool
+        KVCacheSpec KVRecipe KVScales NewTokens OutOfPagesError PageAllocator PageLayout PagedKVPool
         SequenceTables SlidingWindowSpec dequant_nvfp4_kv_cache get_kv_cache_quant_method
         nvfp4_kv_cache_full_dim nvfp4_kv_cache_split_views plan_kv_cache read_tokens
         reshape_and_cache""",
@@ -72,7 +72,7 @@ PARAMETERS = {
     "attention.paged_attention": """
         query pages * layout query_start_loc seq_lens block_tables scale k_scale v_scale
         sliding_window= sinks= softcap= batch_invariant= return_lse= backend= out= plans=
-        transform= recent=""",
+        transform= recent= new=""",
     "checkpoints.fingerprint": "folder",
     "checkpoints.read_declaration": "folder config",
     "checkpoints.read_kv_scales": "folder",

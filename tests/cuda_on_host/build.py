@@ -84,6 +84,7 @@ def launch(
     *arguments: ctypes.Structure,
     shared_bytes: int = 0,
     clusters_at_once: int = 1,
+    late: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Run a kernel, such as `build(...).plan_work`, to its end.
 
@@ -94,6 +95,8 @@ def launch(
         shared_bytes: of dynamic shared memory.
         clusters_at_once: that run at the same time, in the order of their CTAs; the next ones begin
             when they have ended.
+        late: memory that the previous kernel is still writing, contiguous, and its contents before
+            that, which asynchronous copies find until their thread has waited for that kernel.
 
     Raises:
         RuntimeError: threads that did not come to the same barrier or operation of a warp, or that
@@ -102,6 +105,12 @@ def launch(
             that only a GPU has.
     """
     pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    written, before = (None, None) if late is None else late
+    function.set_late(
+        ctypes.c_void_p(None if written is None else written.data_ptr()),
+        ctypes.c_void_p(None if before is None else before.data_ptr()),
+        ctypes.c_size_t(0 if written is None else written.nbytes),
+    )
     message = function(clusters_at_once, grid, threads, shared_bytes, pointers)
     if message is not None:
         raise RuntimeError(message.decode())
@@ -168,5 +177,6 @@ def _build(name: str, macros: tuple[tuple[str, int | None], ...], folder: Path) 
     for kernel in kernels:
         function = getattr(loaded, f"launch_{kernel}")
         function.restype = ctypes.c_char_p
+        function.set_late = loaded.set_late
         setattr(loaded, kernel, function)
     return loaded

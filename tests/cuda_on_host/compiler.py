@@ -133,6 +133,9 @@ def _main(name: str, kernels: list[tuple[str, str]]) -> str:
         # Of what stands before a kernel's name, this leaves the size of its clusters, or nothing.
         "#undef __cluster_dims__\n#define __cluster_dims__(x, y, z) x\n"
         "inline int cluster_size(int x = 1) { return x; }\n"
+        'extern "C" __attribute__((visibility("default"))) void set_late'
+        "(const unsigned char* begin, const unsigned char* before, size_t bytes) {"
+        f" {HERE}late = {{begin, before, bytes}}; }}\n"
         + "".join(
             f'extern "C" __attribute__((visibility("default"))) const char* launch_{kernel}'
             "(int at_once, int grid, int threads, int shared_bytes, const void* const* arguments) {"

@@ -72,7 +72,7 @@ inline void copy(unsigned to, const void* from, unsigned bytes, unsigned there) 
   if ((size_t)from % bytes || there > bytes) fail("a copy of %u bytes from %p", there, from);
   memset(at(to, bytes), 0xFF, bytes);
   mark_in_flight(to, bytes, true);
-  this_thread().copies.push_back({to, from, bytes, there, this_thread().groups});
+  this_thread().copies.push_back({to, found_at(from), bytes, there, this_thread().groups});
 }
 
 inline void commit_group() { this_thread().groups++; }

@@ -136,6 +136,8 @@ class AttentionInputs:
     recent: RecentInputs | None = None
     split_off: bool = False
     """See `AttentionConfig.split_off`."""
+    store: Callable[[], None] | None = None
+    """Stores the step's tokens in the pages, at least one; None if they are there already."""
     _output: _Output = field(default_factory=_Output, init=False, repr=False)
 
     @property
@@ -188,6 +190,7 @@ class AttentionInputs:
             given_out=None,
             plans=part.plans,
             recent=None,
+            store=None,
         )
 
     @property
@@ -254,7 +257,7 @@ class SubBatch:
     def inputs_of(self, batch: AttentionInputs) -> AttentionInputs:
         """The inputs of these sequences; writes to new outputs unless they are the whole batch."""
         if self.rows is None:
-            return replace(batch, plans=self.plans, split_off=True)
+            return replace(batch, plans=self.plans, split_off=True, store=None)
         return replace(
             batch,
             query=batch.query[self.rows],
@@ -265,6 +268,7 @@ class SubBatch:
             lse=None if batch.lse is None else batch.lse[self.rows],
             plans=self.plans,
             split_off=True,
+            store=None,
         )
 
     def copy_results(self, part: AttentionInputs, batch: AttentionInputs) -> None:
@@ -285,6 +289,8 @@ class AttentionBackend(ABC):
     """Whether it reads K that went through a `KVTransform`."""
     takes_recent: ClassVar[bool] = False
     """Whether it reads recent tokens from `RecentInputs`."""
+    stores_tokens: ClassVar[bool] = False
+    """Whether `forward` calls `AttentionInputs.store`; otherwise that has been called before."""
     takes_every_batch: ClassVar[bool] = False
     """Whether it runs both decode steps and prompts: `auto` requires it for batch invariance."""
 

@@ -1,6 +1,8 @@
 """`paged_attention`: validates its arguments; `router` chooses the backend."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, overload
 
 import numpy as np
@@ -10,6 +12,7 @@ from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.cpu import lengths_fit
 from halfbyte.attention.router import run
 from halfbyte.kvcache.recent import RecentInputs
+from halfbyte.kvcache.store import NewTokens
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.layouts.arguments import check_tensors, float32_number, integer
@@ -40,6 +43,7 @@ def paged_attention(
     plans: AttentionPlans | None = None,
     transform: KVTransform | None = None,
     recent: RecentInputs | None = None,
+    new: NewTokens | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -65,6 +69,7 @@ def paged_attention(
     plans: AttentionPlans | None = None,
     transform: KVTransform | None = None,
     recent: RecentInputs | None = None,
+    new: NewTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -89,10 +94,11 @@ def paged_attention(
     plans: AttentionPlans | None = None,
     transform: KVTransform | None = None,
     recent: RecentInputs | None = None,
+    new: NewTokens | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of a ragged batch on packed pages.
 
-    The queries of a sequence are its last tokens, whose K and V are already in the cache: query i
+    The queries of a sequence are its last tokens, whose K and V are in the cache, or `new`: query i
     of n, of a sequence of length L, stands at position L - n + i and attends to keys up to itself.
 
     Args:
@@ -122,6 +128,8 @@ def paged_attention(
             once.
         transform: how K was changed before it was packed; the one that it was stored with.
         recent: recent tokens in the model's dtype, read instead of those in the pages.
+        new: tokens to store in the pages first, as `reshape_and_cache` does; by default all are
+            there. One call instead of two lets a kernel read older pages while these are stored.
 
     Returns:
         `[tokens, heads, head_size_v]` of the query's dtype; with `return_lse` a pair with float32
@@ -159,11 +167,25 @@ def paged_attention(
         plans=AttentionPlans() if plans is None else plans,
         transform=transform,
         recent=recent,
+        store=_store(new, pages, layout, (k_scale, v_scale), transform),
     )
     _check(inputs)
     run(inputs, backend)
     result = inputs.copy_to_out()
     return result if inputs.lse is None else (result, inputs.lse)
+
+
+def _store(
+    new: NewTokens | None,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    scales: tuple[float | torch.Tensor, float | torch.Tensor],
+    transform: KVTransform | None,
+) -> Callable[[], None] | None:
+    """`AttentionInputs.store`."""
+    if new is None or not len(new.slot_mapping):
+        return None
+    return partial(new.store, pages, layout, *scales, transform)
 
 
 def _window(window: int | None, max_tokens: int) -> int | None:

@@ -27,6 +27,8 @@ from halfbyte.attention.registry import ATTENTION_BACKENDS
 def run(inputs: AttentionInputs, backend: str | None = None) -> None:
     """Run validated work on the named backend, or on the best one."""
     chosen = _select(inputs, backend)
+    if inputs.store is not None and not chosen.stores_tokens:
+        inputs.store()
     if inputs.recent is None or chosen.takes_recent:
         run_on(chosen, inputs)
         return

@@ -17,7 +17,7 @@ from halfbyte.kvcache.specs import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from halfbyte.kvcache.store import STORE_BACKENDS, read_tokens, reshape_and_cache
+from halfbyte.kvcache.store import STORE_BACKENDS, NewTokens, read_tokens, reshape_and_cache
 from halfbyte.kvcache.vllm_views import (
     dequant_nvfp4_kv_cache,
     nvfp4_kv_cache_full_dim,
@@ -40,6 +40,7 @@ __all__ = [
     "KVCacheSpec",
     "KVRecipe",
     "KVScales",
+    "NewTokens",
     "OutOfPagesError",
     "PageAllocator",
     "PageLayout",

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 import torch
 
 from halfbyte.attention import AttentionPlans, paged_attention
-from halfbyte.attention.recent.fill import fill_rings
+from halfbyte.attention.recent.fill import store_and_fill
 from halfbyte.kvcache import (
     KVRecipe,
     KVScales,
+    NewTokens,
     PagedKVPool,
     SequenceTables,
-    reshape_and_cache,
 )
 from halfbyte.kvcache.identity import plan_identity
 from halfbyte.kvcache.layer import LayerQuantization
@@ -227,23 +227,14 @@ class PagedBatch:
         rings = None if pair is None or step is None else step.slots_in(pair)
         # Prompt tokens overwrite ring entries that the prompt's own queries read: write them after.
         early = step is not None and step.write_first
-        reshape_and_cache(
-            key,
-            value,
-            pages,
-            slots,
-            layout,
-            k_scale,
-            v_scale,
-            transform=transform,
-            positions=self.positions,
-            recent=rings if early else None,
+        new: NewTokens | None = NewTokens(
+            key, value, slots, self.positions, rings if early else None
         )
         recent = None
         if self.recent is not None and pair is not None and step is not None:
             tables = self.block_tables[group]
             packed = LayerPages(pages, layout, tables, k_scale, v_scale, transform)
-            fill_rings(step, pair, packed, sliding_window)
+            new = store_and_fill(step, pair, packed, new, sliding_window)
             recent = RecentInputs(self.recent.tokens.tokens, *pair, step.entries, key, value)
         result = paged_attention(
             query,
@@ -263,6 +254,7 @@ class PagedBatch:
             plans=self.plans,
             transform=transform,
             recent=recent,
+            new=new,
         )
         if self.recent is not None:
             if rings is not None and not early:

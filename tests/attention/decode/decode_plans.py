@@ -92,12 +92,17 @@ def random_step(seed: int, max_sequences: int = 300, max_tokens: int = 40_000) -
 
 
 @contextmanager
-def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any]]]:
+def on_host(
+    step: Step,
+    attention: bool = False,
+    late: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Iterator[list[tuple[str, Any]]]:
     """Let the launcher's kernels run on the CPU.
 
     Args:
         step: gives the GPU that the launcher finds.
         attention: whether the attention kernel runs, too.
+        late: memory that the kernel before it is still writing, see `cuda_on_host.launch`.
 
     Yields:
         What is launched: names of kernels and their parameters.
@@ -117,7 +122,8 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
         name, function, size = kernel
         launched.append((name, arguments[0]))
         if function is not None:
-            cuda_on_host.launch(function, grid, threads, *arguments, shared_bytes=size)
+            own = late if name == "decode" else None
+            cuda_on_host.launch(function, grid, threads, *arguments, shared_bytes=size, late=own)
 
     cuda._kernels.cache_clear()
     with (

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Step, dict[str, Any]]] = {
         replace(NVFP4, lengths=[70, 3, 130, 20, 0, 2], queries=[3, 0, 1, 0, 1, 0]),
         {},
     ),
+    "units-of-one-tile": (replace(NVFP4, lengths=[192, 320], queries=[1, 1]), {}),
     "window": (
         replace(NVFP4, lengths=[2, 50, 102, 400, 163], queries=[1, 1, 2, 1, 0], window=100),
         {"sinks": True},
@@ -161,6 +162,16 @@ CHANGED: dict[str, tuple[Step, dict[str, Any]]] = {
         replace(NVFP4, lengths=[70, 3, 130, 300, 2], queries=[3, 1, 1, 2, 2], window=100),
         {**RECIPE, "recent": 64},
     ),
+    "recent-more-queries-than-that": (
+        replace(
+            NVFP4,
+            lengths=[300, 300, *[66] * 40, 300, 70],
+            queries=[100, 100, *[1] * 40, 100, 1],
+            group=1,
+            multiprocessors=2,
+        ),
+        {**RECIPE, "recent": 64},
+    ),
     "recent-window-below": (
         replace(NVFP4, lengths=[70, 3, 130, 300, 2], queries=[1] * 5, window=50),
         {**RECIPE, "recent": 64},
@@ -215,6 +226,22 @@ BATCHES = (
 """Cases that random ones are derived from, with the same kernels."""
 
 
+STORED = (
+    *(
+        "units-of-many-items",
+        "units-of-one-tile",
+        "uneven-queries",
+        "window",
+        "batch-invariant",
+        "fp8",
+    ),
+    *("bfloat16", "many-columns", "wgmma", "several-queries-window", "recent", "recent-alone"),
+    *("recent-several-queries-window", "recent-more-queries-than-that", "more-than-16-segments"),
+    "coefficients-that-do-not-fit",
+)
+"""Cases that are computed while their tokens are stored."""
+
+
 class Expected(NamedTuple):
     """Results in float64, `[tokens, heads, ...]`."""
 
@@ -241,12 +268,16 @@ def case_of(step: Step, **options: Any) -> Case:
     )
     if step.window is not None:
         for length, queries, slots in zip(step.lengths, step.queries, case.slots, strict=True):
-            hidden = slots[: max(0, length - queries - step.window + 1)]
-            at = (hidden // step.block_size, hidden % step.block_size)
-            for view in case.layout.views(case.pages):
-                if view is not None:
-                    view[at] = 0xFF if view.dtype == torch.uint8 else torch.nan
+            forget(case, case.pages, slots[: max(0, length - queries - step.window + 1)])
     return case
+
+
+def forget(case: Case, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    """Replace tokens of some pages by NaN."""
+    at = (slots // case.layout.block_size, slots % case.layout.block_size)
+    for view in case.layout.views(pages):
+        if view is not None:
+            view[at] = 0xFF if view.dtype == torch.uint8 else torch.nan
 
 
 def only(case: Case, seq: int) -> Case:
@@ -270,8 +301,13 @@ def only(case: Case, seq: int) -> Case:
     )
 
 
-def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE by the launcher; memory after its tensors is unmapped."""
+def attend(step: Step, case: Case, stores: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE by the launcher; memory after its tensors is unmapped.
+
+    Args:
+        stores: whether it stores the step's tokens first, which are not in the pages before the
+            attention kernel has waited for that.
+    """
 
     def moved(x: torch.Tensor) -> torch.Tensor:
         return guarded(x.shape, x.dtype).copy_(x)
@@ -286,20 +322,29 @@ def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     options: dict[str, Any] = dict.fromkeys(("sliding_window", "sinks", "softcap"))
     options |= case.arguments()
     options |= {side: torch.tensor(options[side]) for side in ("k_scale", "v_scale")}
+    pages, late = moved(case.pages), None
+    if stores:
+        before = case.pages.clone()
+        for length, queries, slots in zip(case.seq_lens, case.query_lens, case.slots, strict=True):
+            forget(case, before, slots[max(0, length - queries) :])
+        late = pages, before
     inputs = AttentionInputs(
         query=moved(case.query),
-        pages=moved(case.pages),
+        pages=pages,
         batch_invariant=step.batch_invariant,
         given_out=out,
         lse=lse,
         plans=AttentionPlans(),
+        store=(lambda: launched.append(("store", None))) if stores else None,
         **options | {"block_tables": moved(case.block_tables)},
     )
     with (
-        on_host(step, attention=True),
+        on_host(step, attention=True, late=late) as launched,
         patch.object(torch, "empty", empty),
     ):
         cuda.run(inputs)
+    if stores:
+        assert [name for name, _ in launched][:3] == ["plan_work", "store", "decode"]
     assert memory[:, heads:].isnan().all()
     assert memory[..., case.layout.head_size_v :].isnan().all()
     return out, lse
@@ -361,6 +406,15 @@ def test_attention_to_k_that_a_recipe_changed(name: str, factor: int) -> None:
     out, lse = attend(step, case)
     assert_close_to_exact(out, case)
     torch.testing.assert_close(lse.double(), expected(case).lse, rtol=1e-3, atol=0.05 * abs(factor))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_reads_no_token_that_is_still_being_stored(name: str) -> None:
+    step, options = (CASES | CHANGED)[name]
+    step = replace(step, capability=90)  # the first on which launches overlap
+    case = case_of(step, **options)
+    for x, y in zip(attend(step, case, stores=True), attend(step, case), strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("name", BATCHES)

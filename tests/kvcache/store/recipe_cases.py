@@ -85,9 +85,9 @@ def assert_stored_as_by_the_reference(
             layout,
             0.02,
             0.01,
-            on(transform, where),
-            positions.to(where),
-            RingSlots(*rings_of_all, *places),
+            transform=on(transform, where),
+            positions=positions.to(where),
+            recent=RingSlots(*rings_of_all, *places),
         )
         pages.append(page.cpu())
         rings.append([ring.cpu() for ring in rings_of_all])

@@ -45,9 +45,9 @@ Call = Callable[..., None]
 
 
 def without_waiting(store: Call) -> Call:
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any, **options: Any) -> None:
         with waiting_is_an_error():
-            store(*arguments)
+            store(*arguments, **options)
 
     return call
 
@@ -296,10 +296,8 @@ def test_gpu_store_with_a_recipe_in_a_graph(tokens: int) -> None:
 def store_k(backend: str | None) -> Call:
     """A store by a named backend, or by the selected one."""
 
-    def store(*arguments: Any) -> None:
-        options: dict[str, Any] = dict(
-            zip(("transform", "positions", "recent"), (*arguments, None)[7:10], strict=True)
-        )
+    def store(*arguments: Any, **options: Any) -> None:
+        options |= zip(("transform", "positions"), arguments[7:], strict=False)
         reshape_and_cache(*arguments[:7], **options | {"backend": backend})
 
     return store

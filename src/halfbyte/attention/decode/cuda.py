@@ -54,6 +54,7 @@ class _Params(ctypes.Structure):
         ("softmax_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int),
+        ("follows_store", ctypes.c_int),
         ("output", _Output),
         ("recipe", RecipeParams),
     )
@@ -80,6 +81,7 @@ class CudaAttention(GpuAttention):
     purpose: ClassVar[str] = "reads packed pages, for decoding"
     takes_transforms: ClassVar[bool] = True
     takes_recent: ClassVar[bool] = True
+    stores_tokens: ClassVar[bool] = True
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
@@ -111,6 +113,8 @@ class CudaAttention(GpuAttention):
         """See `AttentionBackend.forward`."""
         if inputs.query.shape[0]:
             run(inputs)
+        elif inputs.store is not None:
+            inputs.store()
 
 
 def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -130,12 +134,7 @@ def run(inputs: AttentionInputs, plan: DecodePlan | None = None) -> None:
         ValueError: pages that are not aligned to 16 bytes, or 4 GiB apart.
     """
     pages, layout, out = inputs.pages, inputs.layout, inputs.out
-    stride = page_stride(pages)
-    if pages.data_ptr() % 16 or stride % 16 or stride >= 2**32:
-        raise ValueError(
-            f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
-            f"stride {stride} (below 2^32) must be multiples of 16"
-        )
+    stride = _stride(pages)
     recipe = bind_recipe(inputs)
     plan = plan or plan_of(inputs.packed, recipe.variant)
     block_tables = inputs.block_tables.contiguous()
@@ -168,6 +167,7 @@ def run(inputs: AttentionInputs, plan: DecodePlan | None = None) -> None:
         softmax_scale=inputs.scale,
         softcap=inputs.softcap or 0.0,
         window=inputs.packed.sliding_window or 0,
+        follows_store=int(inputs.store is not None),
         output=_Output(
             out.data_ptr(),
             None if inputs.lse is None else inputs.lse.data_ptr(),
@@ -180,12 +180,26 @@ def run(inputs: AttentionInputs, plan: DecodePlan | None = None) -> None:
     arguments: list[nvrtc.Argument] = [params]
     if plan.variant.whole_pages:
         arguments.append(_pages_map(pages if len(pages) else plan.data[None], stride, layout))
+    # Directly before the kernel, which relies on no other launch between them.
+    if inputs.store is not None:
+        inputs.store()
     nvrtc.launch(
         *(kernels["decode"], plan.slots, 32 * WARPS, arguments),
         overlap=True,
         ctas_per_sm=plan.variant.ctas,
     )
     _merge(plan, kernels, params.output, inputs)
+
+
+def _stride(pages: torch.Tensor) -> int:
+    """Bytes from page to page; raises ValueError for what the kernel cannot copy."""
+    stride = page_stride(pages)
+    if pages.data_ptr() % 16 or stride % 16 or stride >= 2**32:
+        raise ValueError(
+            f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
+            f"stride {stride} (below 2^32) must be multiples of 16"
+        )
+    return stride
 
 
 def _merge(

@@ -1,6 +1,7 @@
 """`reshape_and_cache`: validates its arguments and dispatches to a backend."""
 
 import os
+from typing import NamedTuple
 
 import torch
 
@@ -79,6 +80,38 @@ def reshape_and_cache(
     if pages.is_cuda and os.environ.get("HALFBYTE_DEBUG") == "1":
         check_slots(inputs)
     store.store(inputs)
+
+
+class NewTokens(NamedTuple):
+    """A step's tokens, to be stored with `reshape_and_cache`; see there for the fields."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    slot_mapping: torch.Tensor
+    positions: torch.Tensor | None = None
+    recent: RingSlots | None = None
+
+    def store(
+        self,
+        pages: torch.Tensor,
+        layout: PageLayout,
+        k_scale: Scale,
+        v_scale: Scale,
+        transform: KVTransform | None = None,
+    ) -> None:
+        """`reshape_and_cache`; see there for the arguments."""
+        reshape_and_cache(
+            self.key,
+            self.value,
+            pages,
+            self.slot_mapping,
+            layout,
+            k_scale,
+            v_scale,
+            transform=transform,
+            positions=self.positions,
+            recent=self.recent,
+        )
 
 
 def _check(inputs: StoreInputs) -> None:

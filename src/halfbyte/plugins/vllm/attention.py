@@ -9,15 +9,14 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
-from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from halfbyte.attention import paged_attention
-from halfbyte.attention.recent.fill import fill_rings
-from halfbyte.kvcache import KVScales, reshape_and_cache
+from halfbyte.attention.recent.fill import store_and_fill
+from halfbyte.kvcache import KVScales, NewTokens
 from halfbyte.kvcache.layer import LayerQuantization
 from halfbyte.kvcache.recent import RecentInputs
-from halfbyte.kvcache.recent_step import LayerPages, RecentStep
+from halfbyte.kvcache.recent_step import LayerPages
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
@@ -178,54 +177,6 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         """Max tokens for which the recipe has means of K; None for no limit."""
         return None if self.transform is None else self.transform.max_position
 
-    def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Quantize K and V of the step's tokens and write them to their slots."""
-        if kv_cache.numel() == 0:
-            return
-        metadata: HalfbyteMetadata | None = None
-        if self.transform is not None:
-            context: Any = get_forward_context().attn_metadata
-            if context is None:  # a dummy run: no token has a slot
-                return
-            metadata = context[layer.layer_name]
-        self.store(layer, key, value, kv_cache, slot_mapping, metadata)
-
-    def store(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        metadata: HalfbyteMetadata | None,
-    ) -> None:
-        """`do_kv_cache_update` of a step.
-
-        Args:
-            metadata: of the step; only recipes that change K read it.
-        """
-        pages, layout = self._pages(layer, kv_cache)
-        changed: dict[str, Any] = {}
-        if self.transform is not None and metadata is not None:
-            # Padding slots have no position.
-            positions = metadata.queries().positions
-            slot_mapping = slot_mapping[: positions.shape[0]]
-            changed = {"transform": self.transform, "positions": positions}
-            if self.rings is not None:
-                step = metadata.recent_step()
-                if step is not None and step.write_first:
-                    changed["recent"] = step.slots_in(self.rings)
-        reshape_and_cache(
-            key, value, pages, slot_mapping, layout, self.k_scale, self.v_scale, **changed
-        )
-
     def forward(
         self,
         layer: Any,
@@ -238,10 +189,12 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to the cache, including this step's tokens.
+        """Store the step's tokens, and attend to the cache with them.
 
         Args:
             query: `[tokens, heads, head_size]`, possibly padded.
+            key, value: `[tokens, kv_heads, head_size]` and `[tokens, kv_heads, head_size_v]`; not
+                stored by a layer that shares another one's cache.
             kv_cache: the layer's pages.
             attn_metadata: None during memory profiling; the output is then zeros.
             output: `[tokens, heads, head_size_v]`, written.
@@ -253,7 +206,16 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         tokens = attn_metadata.num_actual_tokens
         pages, layout = self._pages(layer, kv_cache)
         step = None if self.rings is None else attn_metadata.recent_step()
-        recent = self._read_rings(step, attn_metadata, pages, layout, key, value)
+        new = self._new_tokens(key, value, attn_metadata)
+        recent: RecentInputs | None = None
+        if self.rings is not None and step is not None:
+            packed = LayerPages(
+                *(pages, layout, attn_metadata.block_tables),
+                *(self.k_scale, self.v_scale, self.transform),
+            )
+            new = store_and_fill(step, self.rings, packed, new, self.sliding_window)
+            own = key[: step.num_tokens], value[: step.num_tokens]
+            recent = RecentInputs(self.recent_tokens, *self.rings, step.entries, *own)
         paged_attention(
             query[:tokens],
             pages,
@@ -272,29 +234,31 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             plans=attn_metadata.current_plans(),
             transform=self.transform,
             recent=recent,
+            new=new,
         )
         if self.rings is not None and step is not None and not step.write_first:
             step.slots_in(self.rings).write(key, value)
         return output
 
-    def _read_rings(
+    def _new_tokens(
         self,
-        step: RecentStep | None,
-        metadata: HalfbyteMetadata,
-        pages: torch.Tensor,
-        layout: PageLayout,
         key: torch.Tensor,
         value: torch.Tensor,
-    ) -> RecentInputs | None:
-        """The last tokens of the step's sequences; None if all are read from the pages."""
-        if self.rings is None or step is None:
+        metadata: HalfbyteMetadata,
+    ) -> NewTokens | None:
+        """The step's tokens with their slots; None if another layer's cache is shared."""
+        if self.kv_sharing_target_layer_name is not None:
             return None
-        packed = LayerPages(
-            pages, layout, metadata.block_tables, self.k_scale, self.v_scale, self.transform
-        )
-        fill_rings(step, self.rings, packed, self.sliding_window)
-        own = key[: step.num_tokens], value[: step.num_tokens]
-        return RecentInputs(self.recent_tokens, *self.rings, step.entries, *own)
+        slot_mapping = metadata.slot_mapping
+        if self.transform is None:
+            return NewTokens(key, value, slot_mapping)
+        # Padding slots have no position.
+        positions = metadata.queries().positions
+        new = NewTokens(key, value, slot_mapping[: positions.shape[0]], positions)
+        step = None if self.rings is None else metadata.recent_step()
+        if self.rings is None or step is None or not step.write_first:
+            return new
+        return new._replace(recent=step.slots_in(self.rings))
 
     def _pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, PageLayout]:
         if not self._has_scales:

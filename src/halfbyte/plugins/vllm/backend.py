@@ -30,7 +30,7 @@ _OWN_BACKEND = "use vLLM's own backend: leave out --attention-backend"
 class HalfbyteAttentionBackend(AttentionBackend):
     """`--attention-backend CUSTOM`."""
 
-    forward_includes_kv_cache_update = False
+    forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*ALL_CACHE_DTYPES]
 

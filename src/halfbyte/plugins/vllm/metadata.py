@@ -34,12 +34,14 @@ class HalfbyteMetadata:
         query_start_loc: int32 `[sequences + 1]`.
         seq_lens: int32 `[sequences]`, the queries included.
         block_tables: int32 `[sequences, max_pages]`.
+        slot_mapping: int64 `[tokens]`, where the step's tokens are stored.
     """
 
     num_actual_tokens: int
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
     plans: AttentionPlans = field(default_factory=AttentionPlans)
     captured_plans: AttentionPlans = field(default_factory=AttentionPlans)
     """Plans made during graph capture, so that every replay plans for its own lengths."""
@@ -113,6 +115,7 @@ class HalfbyteMetadataBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
             common.query_start_loc,
             common.seq_lens,
             common.block_table_tensor,
+            common.slot_mapping,
             rings=rings,
         )
 

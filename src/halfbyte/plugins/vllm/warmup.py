@@ -197,6 +197,7 @@ def _run(
         torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
         torch.tensor([x.length for x in batch], dtype=torch.int32, device=device),
         torch.from_numpy(tables).to(device),
+        torch.from_numpy(np.concatenate(slots)).to(device),
         rings=rings,
     )
     head_size, head_size_v = layer.head_size, layer.head_size_v
@@ -210,8 +211,6 @@ def _run(
         )
     )
     query, key = query.contiguous(), key.contiguous()  # as after rotary embedding
-    places = torch.from_numpy(np.concatenate(slots)).to(device)
-    impl.store(layer, key, value, layer.kv_cache, places, metadata)
     output = torch.zeros((tokens, heads, head_size_v), **zeros)
     impl.forward(layer, query, key, value, layer.kv_cache, metadata, output)
 
