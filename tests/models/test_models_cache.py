@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from halfbyte.kvcache import KVScales
+from halfbyte.kvcache.store import interface as store_module
 from halfbyte.models import Cache
 from halfbyte.models import batch as batch_module
 from models.zoo import ALL_EXPERTS, ARCHITECTURES, make_model, token_ids
@@ -247,7 +248,7 @@ def test_cache_after_a_forward_pass_that_failed(
     ids, mask, _ = padded_batch()
     owner, name = {
         "attend": (batch_module, "paged_attention"),
-        "store": (batch_module, "reshape_and_cache"),
+        "store": (store_module, "reshape_and_cache"),
         "tables": (cache.tables, "append"),
     }[where]
     function, calls = getattr(owner, name), 0
