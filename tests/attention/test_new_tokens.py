@@ -9,6 +9,7 @@ import torch
 from attention.cases import Case, assert_close_to_exact, make_case
 from halfbyte.attention import AttentionPlans, paged_attention
 from halfbyte.kvcache import NewTokens
+from halfbyte.kvcache.recent import RecentInputs, RingSlots
 
 RECIPE: dict[str, Any] = {"transform": {"segment": 64}}
 
@@ -121,39 +122,110 @@ ON_GPU: dict[str, dict[str, Any]] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
 def test_graphs_read_no_token_that_is_still_being_stored(name: str) -> None:
-    """Layers of a captured step, whose new slots have NaN before every replay."""
+    """Layers of a captured step, whose new slots have NaN before every replay.
+
+    As in a model, layers get q, K and V in the same memory, which a kernel before the store writes.
+    """
     case, new, pages = make_step(**ON_GPU[name])
     arguments = case.arguments("cuda")
     for side in ("k_scale", "v_scale"):
         arguments[side] = torch.tensor(arguments[side], device="cuda")
+    recent = arguments.pop("recent", None)
+    before = pages.cuda()
+    slots = new.slot_mapping.cuda()
     positions = None if new.positions is None else new.positions.cuda()
-    new = NewTokens(new.key.cuda(), new.value.cuda(), new.slot_mapping.cuda(), positions)
-    query, before = case.query.cuda(), pages.cuda()
-    expected = paged_attention(query, case.pages.cuda(), backend="cuda", **arguments)
-    assert_close_to_exact(expected.cpu(), case)
-    layers = [before.clone() for _ in range(6)]
-    outs = [torch.zeros_like(expected) for _ in layers]
+    kept = None if recent is None else ring_places(case, new, recent.keys.shape[2])
+    layers = [Layer.of(case, new, before, recent, seed) for seed in range(6)]
+    query, key, value = (torch.empty_like(x) for x in layers[0].inputs)
+
+    def tokens(layer: Layer) -> NewTokens:
+        ring = None if kept is None or layer.rings is None else RingSlots(*layer.rings, *kept)
+        return NewTokens(key, value, slots, positions, ring)
+
+    def options(layer: Layer) -> dict[str, Any]:
+        if layer.rings is None:
+            return arguments
+        own = RecentInputs(recent.tokens, *layer.rings, recent.entries, key, value)
+        return {**arguments, "recent": own}
+
+    def set_inputs(layer: Layer) -> None:
+        for buffer, x in zip((query, key, value), layer.inputs, strict=True):
+            buffer.copy_(x)
+
+    expected = []
+    for layer in layers:
+        set_inputs(layer)
+        more = options(layer)
+        tokens(layer).store(
+            layer.pages, case.layout, more["k_scale"], more["v_scale"], more.get("transform")
+        )
+        out = paged_attention(query, layer.pages, backend="cuda", **more)
+        expected.append([out, layer.pages.clone(), *(x.clone() for x in layer.rings or ())])
+    assert_close_to_exact(expected[0][0].cpu(), case)
 
     def run() -> None:
         plans = AttentionPlans()
-        for own, out in zip(layers, outs, strict=True):
+        for layer in layers:
+            set_inputs(layer)
             paged_attention(
-                *(query, own), new=new, out=out, plans=plans, backend="cuda", **arguments
+                *(query, layer.pages),
+                new=tokens(layer),
+                out=layer.out,
+                plans=plans,
+                backend="cuda",
+                **options(layer),
             )
 
-    def forget() -> None:
-        for own, out in zip(layers, outs, strict=True):
-            own.copy_(before)
-            out.zero_()
-
-    forget()
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     for _ in range(30):
-        forget()
+        for layer in layers:
+            layer.forget(before)
         graph.replay()
-        for own, out in zip(layers, outs, strict=True):
-            assert torch.equal(out, expected)
-            assert torch.equal(own, case.pages.cuda())
+        for layer, wanted in zip(layers, expected, strict=True):
+            for x, y in zip((layer.out, layer.pages, *(layer.rings or ())), wanted, strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+class Layer(NamedTuple):
+    """A layer of the test above, with values of its own."""
+
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """q, K and V of the step."""
+    pages: torch.Tensor
+    out: torch.Tensor
+    rings: tuple[torch.Tensor, torch.Tensor] | None
+    rings_before: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def of(
+        cls, case: Case, new: NewTokens, before: torch.Tensor, recent: Any, seed: int
+    ) -> "Layer":
+        """The first layer has the case's values, others scaled ones."""
+        factor = 1.0 + seed / 8
+        inputs = tuple((factor * x).cuda() for x in (case.query, new.key, new.value))
+        rings = None if recent is None else tuple(x.clone() for x in (recent.keys, recent.values))
+        copies = None if rings is None else tuple(x.clone() for x in rings)
+        shape = (*case.query.shape[:2], case.layout.head_size_v)
+        out = torch.zeros(shape, dtype=case.query.dtype, device="cuda")
+        return cls(inputs, before.clone(), out, rings, copies)  # type: ignore[arg-type]
+
+    def forget(self, before: torch.Tensor) -> None:
+        """As before the step."""
+        self.pages.copy_(before)
+        self.out.zero_()
+        for ring, x in zip(self.rings or (), self.rings_before or (), strict=True):
+            ring.copy_(x)
+
+
+def ring_places(case: Case, new: NewTokens, ring: int) -> tuple[torch.Tensor, ...] | None:
+    """Rows, entries and slots of the new tokens in rings; None if there are too many of them."""
+    recent = case.options["recent"]
+    if max(case.query_lens) > ring - recent.tokens + 1:
+        return None
+    assert new.positions is not None
+    owners = recent.entries.long().repeat_interleave(torch.tensor(case.query_lens))
+    rows = torch.arange(len(owners))
+    return rows.cuda(), owners.cuda(), (new.positions % ring).cuda()

@@ -160,7 +160,7 @@ ASSEMBLY = {
     "prefetch.tensormap [%0];": "",
     "createpolicy.fractional.L2::evict_first.b64 %0, 1.0;": "%0 = 0",
     "prefetch.global.L2 [%0];": "",
-    "griddepcontrol.wait;": f"{HERE}this_thread().follows_previous = true",
+    "griddepcontrol.wait;": f"{HERE}wait_for_previous_kernel()",
     "griddepcontrol.launch_dependents;": "",
     "fence.mbarrier_init.release.cluster;": "",
     "{.reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p;}": f"%0 = {HERE}elect()",

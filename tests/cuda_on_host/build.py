@@ -96,7 +96,8 @@ def launch(
         clusters_at_once: that run at the same time, in the order of their CTAs; the next ones begin
             when they have ended.
         late: memory that the previous kernel is still writing, contiguous, and its contents before
-            that, which asynchronous copies find until their thread has waited for that kernel.
+            that, which asynchronous copies find until their thread has waited for that kernel. At
+            least one thread has to wait for it.
 
     Raises:
         RuntimeError: threads that did not come to the same barrier or operation of a warp, or that
@@ -114,6 +115,8 @@ def launch(
     message = function(clusters_at_once, grid, threads, shared_bytes, pointers)
     if message is not None:
         raise RuntimeError(message.decode())
+    if late is not None and not function.count_waits():
+        raise RuntimeError("it may end before the previous kernel, for which no thread waits")
 
 
 @contextmanager
@@ -177,6 +180,6 @@ def _build(name: str, macros: tuple[tuple[str, int | None], ...], folder: Path) 
     for kernel in kernels:
         function = getattr(loaded, f"launch_{kernel}")
         function.restype = ctypes.c_char_p
-        function.set_late = loaded.set_late
+        function.set_late, function.count_waits = loaded.set_late, loaded.count_waits
         setattr(loaded, kernel, function)
     return loaded

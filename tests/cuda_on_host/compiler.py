@@ -135,7 +135,9 @@ def _main(name: str, kernels: list[tuple[str, str]]) -> str:
         "inline int cluster_size(int x = 1) { return x; }\n"
         'extern "C" __attribute__((visibility("default"))) void set_late'
         "(const unsigned char* begin, const unsigned char* before, size_t bytes) {"
-        f" {HERE}late = {{begin, before, bytes}}; }}\n"
+        f" {HERE}late = {{begin, before, bytes}}; {HERE}waits = 0; }}\n"
+        'extern "C" __attribute__((visibility("default"))) int count_waits()'
+        f" {{ return {HERE}waits; }}\n"
         + "".join(
             f'extern "C" __attribute__((visibility("default"))) const char* launch_{kernel}'
             "(int at_once, int grid, int threads, int shared_bytes, const void* const* arguments) {"

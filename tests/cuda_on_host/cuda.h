@@ -170,6 +170,12 @@ struct Late {
   size_t bytes;
 };
 static Late late;
+static int waits;  // for the previous kernel, by threads of this launch
+
+inline void wait_for_previous_kernel() {
+  this_thread().follows_previous = true;
+  waits++;
+}
 
 inline const void* found_at(const void* address) {
   const size_t offset = (const unsigned char*)address - late.begin;

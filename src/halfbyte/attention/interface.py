@@ -129,7 +129,8 @@ def paged_attention(
         transform: how K was changed before it was packed; the one that it was stored with.
         recent: recent tokens in the model's dtype, read instead of those in the pages.
         new: tokens to store in the pages first, as `reshape_and_cache` does; by default all are
-            there. One call instead of two lets a kernel read older pages while these are stored.
+            there. With `recent`, a kernel may read pages while these are stored: they must be those
+            of the queries, all of them, and in pages of no other sequence.
 
     Returns:
         `[tokens, heads, head_size_v]` of the query's dtype; with `return_lse` a pair with float32

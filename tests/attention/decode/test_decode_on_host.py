@@ -417,6 +417,17 @@ def test_reads_no_token_that_is_still_being_stored(name: str) -> None:
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("base", [NVFP4, FP8], ids=["nvfp4", "fp8"])
+def test_a_prefix_that_another_sequence_of_the_step_stores(base: Step) -> None:
+    """A prefix cache gives a prompt's blocks to others before they are filled."""
+    step = replace(base, lengths=[97] * 16, queries=[97, *[1] * 15], capability=90, group=1)
+    case = case_of(step)
+    shared = 96 // step.block_size
+    case.block_tables[1:, :shared] = case.block_tables[:1, :shared]
+    for x, y in zip(attend(step, case, stores=True), attend(step, case), strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("name", BATCHES)
 def test_random_batches(name: str) -> None:
     step, options = CASES[name]

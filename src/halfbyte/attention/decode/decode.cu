@@ -147,17 +147,13 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
   sums.write_results(p, item, head, row, share.stop - share.first == item.num_tiles);
 }
 
-// After a store (Params::follows_store) all inputs are complete but the step's own tokens in the pages and rings, which
-// that kernel writes. So a warp reads older pages before it waits for it.
+// With recent tokens, all inputs are complete when this kernel follows a store (Params::follows_store), except what the
+// store writes: the step's tokens in pages and rings. This kernel reads these from the step's K and V, unless a sequence
+// has more of them than there are recent ones. So it waits for the store at its end, before which it may not end.
 //
-// With recent tokens, which it reads from the step's K and V, it does not need what the store writes, unless a sequence
-// has more new tokens than that. Then the wait comes last: this kernel may not end before the store has.
+// Without recent tokens it waits first: other sequences may share pages that the store fills (a prefix of two prompts of
+// one step). With them, the sequences' rings have to be filled from such pages, so that those are stored before.
 #define WAITS_LAST (RECENT && RESTARTS)
-
-// Whether the tiles that the loader asks for first are older than the step. Else they may be in the next work item, too.
-__device__ __forceinline__ bool begins_with_old_tiles(const WorkItem& item, Share share) {
-  return (share.first + STAGES - 1) * TILE <= item.length - item.queries;
-}
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) {
   extern __shared__ __align__(128) u8 shared[];
@@ -165,27 +161,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
   constexpr u32 WARP_BYTES = STAGES * STAGE_BYTES + Q_BYTES + COEFFICIENT_BYTES + BIAS_BYTES + ANGLE_BYTES;
   const u32 ring = shared_address(shared) + warp * WARP_BYTES, behind_query = ring + STAGES * STAGE_BYTES + Q_BYTES;
   prefetch_tables(p);
-  if (!p.follows_store) wait_for_previous();  // for the plan, too
-  // The merge kernel may launch now: before it waits for this kernel, it only reads the plan.
-  if (WAITS_LAST || !p.follows_store) allow_next();
+  const bool waits_last = WAITS_LAST && p.follows_store;
+  if (!waits_last) wait_for_previous();  // for the plan, too
+  allow_next();  // the merge kernel may launch now: before it waits for this one, it only reads the plan
   const PlanHeader header = p.plan.header();
   // The heads of a unit run next to each other: their bytes are in the same pages.
   // The number of units is loaded in every iteration: keeping it would cost the tile loop a register.
   for (int i = blockIdx.x * WARPS + warp; i < p.plan.header().units * KV_HEADS; i += gridDim.x * WARPS) {
     const int number = i / KV_HEADS, head = i % KV_HEADS;
     const Unit unit = p.plan.unit(number);
-    if (WAITS_LAST ? unit.item.queries > RECENT
-                   : !begins_with_old_tiles(unit.item, share_of(header, unit.item, number)))
-      wait_for_previous();
+    if (WAITS_LAST && unit.item.queries > RECENT) wait_for_previous();
     // Loaded before the first tiles, because it would queue behind their bytes.
     QueryWords words(p, unit.item, head);
     MeanInputs means(p, unit.item, head, share_of(header, unit.item, number), behind_query);
     KeyInputs keys(p, unit.item, share_of(header, unit.item, number), header.span);
     Loader loader(p, header, unit, head, number, ring);
-    if (!WAITS_LAST) {
-      wait_for_previous();
-      allow_next();
-    }
     u32 tile = ring;
     WorkItem item = unit.item;
     int index = unit.index;
@@ -203,6 +193,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
     asm volatile("cp.async.wait_all;");
     __syncwarp();
   }
-  wait_for_previous();
-  allow_next();
+  if (waits_last) wait_for_previous();
 }

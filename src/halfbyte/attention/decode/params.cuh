@@ -36,7 +36,7 @@ struct Params {
   int max_pages, num_seqs;
   float softmax_scale, softcap;
   int window;
-  int follows_store;  // 1 if the previous kernel stores the tokens of this step, and all it reads is complete
+  int follows_store;  // 1 if the previous kernel stores the step's tokens, and was launched when all else was
   Output output;  // for work items covered by a single unit
   Recipe recipe;
 };

@@ -177,6 +177,26 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         """Max tokens for which the recipe has means of K; None for no limit."""
         return None if self.transform is None else self.transform.max_position
 
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store tokens without attention, as DFlash drafts do; `forward` stores those of its step.
+
+        Raises:
+            NotImplementedError: a recipe, for which the tokens' positions are missing.
+        """
+        if self.transform is not None:
+            raise NotImplementedError(
+                "halfbyte: storing tokens without attention needs kv_recipe plain"
+            )
+        pages, layout = self._pages(layer, kv_cache)
+        NewTokens(key, value, slot_mapping).store(pages, layout, self.k_scale, self.v_scale)
+
     def forward(
         self,
         layer: Any,

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from halfbyte.kvcache import KVScales
+from halfbyte.kvcache import KVScales, read_tokens, reshape_and_cache
+from halfbyte.plugins.vllm.formats import block_size_of, pages_of
 from plugins.vllm.engine.engines import (
     BUNDLED,
     TEXTS,
@@ -70,6 +72,27 @@ def test_the_scheduler_s_options_change_no_token(
     with vllm_engine(**options) as llm:
         assert_ours(llm, "nvfp4")
         assert generate(llm, TEXTS) == tokens
+
+
+def test_tokens_are_stored_without_attention() -> None:
+    """As DFlash drafts store a prompt's."""
+    slots = torch.tensor([17, -1, 40])
+    with vllm_engine() as llm:
+        layer = next(iter(layers_of(llm).values()))
+        impl, heads = layer.impl, layer.impl.num_kv_heads
+        key = torch.randn(3, heads, layer.head_size)
+        value = torch.randn(3, heads, layer.head_size_v)
+        impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+        size = block_size_of(layer.kv_cache)
+        layout = impl.format.layout(layer.head_size, layer.head_size_v, heads, size)
+        pages = pages_of(layer.kv_cache, layout)
+        found = read_tokens(pages, slots[[0, 2]], layout, impl.k_scale, impl.v_scale)
+        expected = torch.zeros_like(pages)
+        reshape_and_cache(key, value, expected, slots, layout, impl.k_scale, impl.v_scale)
+        wanted = read_tokens(expected, slots[[0, 2]], layout, impl.k_scale, impl.v_scale)
+    for x, y in zip(found, wanted, strict=True):
+        assert x.any()
+        assert torch.equal(x, y)
 
 
 def test_preemption_changes_no_token(tokens: list[list[int]]) -> None:
