@@ -15,7 +15,6 @@ replays in turns:
 import argparse
 import gc
 import json
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.provenance import provenance
-from benchmarks.timing import capture
+from benchmarks.timing import capture, medians_in_turns
 from halfbyte.bench.attention_calls import attention_calls, store_calls
 from halfbyte.bench.cases import decode as decode_case
 from halfbyte.bench.cases import store
@@ -34,7 +33,7 @@ from halfbyte.bench.linear import LinearWeights
 from halfbyte.bench.moe import MOE_SHAPES, RandomExperts
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.occupancy import bytes_for_ctas
-from halfbyte.measure.timing import CYCLES_PER_US, Call, gpu_microseconds
+from halfbyte.measure.timing import Call
 
 RESULT = Path(__file__).parent / "results" / "chains.json"
 DECODE = (
@@ -102,11 +101,7 @@ def microseconds(calls: Layers) -> dict[str, float]:
         "unlimited": captured(calls, lambda used, ctas, sm_bytes: used),
         "limited": captured(calls, bytes_for_ctas),
     }
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(_ROUNDS):
-        for name, graph in graphs.items():
-            times[name].append(gpu_microseconds([graph], 50 * CYCLES_PER_US) / _LAYERS)
-    return {name: round(statistics.median(found), 2) for name, found in times.items()}
+    return medians_in_turns(graphs, _ROUNDS, _LAYERS)
 
 
 def table(report: dict[str, Any]) -> str:

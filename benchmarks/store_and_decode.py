@@ -11,7 +11,6 @@ medians of replays in turns; `decode` is attention alone.
 import argparse
 import gc
 import json
-import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,11 @@ from benchmarks.recipe_speed import (
     make_transform,
     random_kv,
 )
-from benchmarks.timing import capture
+from benchmarks.timing import capture, medians_in_turns
 from halfbyte.attention import AttentionPlans, paged_attention
 from halfbyte.kvcache import NewTokens
 from halfbyte.kvcache.recent import SLACK, RecentInputs, RingSlots
-from halfbyte.measure.timing import CYCLES_PER_US, Call, gpu_microseconds
+from halfbyte.measure.timing import Call
 
 RESULT = Path(__file__).parent / "results" / "store_and_decode.json"
 CASES = ((64, 8192), (128, 2048), (16, 1024), (1, 4096), (1, 131072))
@@ -101,11 +100,7 @@ def microseconds(calls: dict[str, list[Call]]) -> dict[str, float]:
         for call in way:
             call()  # compiles kernels, and makes the plan that the layers share
     graphs = {name: capture(way) for name, way in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(_ROUNDS):
-        for name, graph in graphs.items():
-            times[name].append(gpu_microseconds([graph], 50 * CYCLES_PER_US) / _LAYERS)
-    return {name: round(statistics.median(found), 2) for name, found in times.items()}
+    return medians_in_turns(graphs, _ROUNDS, _LAYERS)
 
 
 def table(report: dict[str, Any]) -> str:
