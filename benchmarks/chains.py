@@ -12,19 +12,15 @@ replays in turns:
     unlimited  as many CTAs as fit
 """
 
-import argparse
-import gc
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from benchmarks.provenance import provenance
-from benchmarks.timing import capture, medians_in_turns
+from benchmarks.layers import Times, measure, medians_in_turns
+from benchmarks.timing import capture
 from halfbyte.bench.attention_calls import attention_calls, store_calls
 from halfbyte.bench.cases import decode as decode_case
 from halfbyte.bench.cases import store
@@ -95,7 +91,7 @@ def captured(calls: Layers, limit: Callable[[int, int, int], int]) -> Call:
         return capture(calls)
 
 
-def microseconds(calls: Layers) -> dict[str, float]:
+def microseconds(calls: Layers) -> Times:
     """Per layer, with and without the limit."""
     graphs = {
         "unlimited": captured(calls, lambda used, ctas, sm_bytes: used),
@@ -104,28 +100,11 @@ def microseconds(calls: Layers) -> dict[str, float]:
     return medians_in_turns(graphs, _ROUNDS, _LAYERS)
 
 
-def table(report: dict[str, Any]) -> str:
-    """A table in Markdown."""
-    lines = ["| µs per layer | limited | unlimited |", "|---|---:|---:|"]
-    for name, row in report["microseconds"].items():
-        lines.append(f"| {name} | {row['limited']:.1f} | {row['unlimited']:.1f} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Parse the command line, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    out: Path = parser.parse_args().out
-    device = torch.device("cuda")
-    report: dict[str, Any] = {**provenance(device), "microseconds": {}}
+def measured(device: torch.device) -> Iterator[tuple[str, Times]]:
+    """Times of each chain."""
     for name, make in chains(device):
-        report["microseconds"][name] = microseconds(make())
-        gc.collect()
-        torch.cuda.empty_cache()
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report))
+        yield name, microseconds(make())
 
 
 if __name__ == "__main__":
-    main()
+    measure(__doc__, RESULT, measured)

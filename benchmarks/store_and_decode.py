@@ -2,22 +2,20 @@
 
     python -m benchmarks.store_and_decode [--out benchmarks/results/store_and_decode.json]
 
-In one call (`paged_attention(new=...)`) the decode kernel reads older pages while the tokens are
-stored. Eight layers in a CUDA graph, as in `benchmarks.chains`; heads and recipes of
+In one call (`paged_attention(new=...)`) the decode kernel reads older pages of `balanced` while the
+tokens are stored. Eight layers in a CUDA graph, as in `benchmarks.chains`; heads and recipes of
 `benchmarks.recipe_speed`. Pages rotate over copies that together exceed the caches. µs per layer,
 medians of replays in turns; `decode` is attention alone.
 """
 
-import argparse
-import gc
-import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.provenance import provenance
+from benchmarks.layers import Times, measure, medians_in_turns
 from benchmarks.recipe_speed import (
     BLOCK_SIZE,
     HEAD_SIZE,
@@ -28,7 +26,7 @@ from benchmarks.recipe_speed import (
     make_transform,
     random_kv,
 )
-from benchmarks.timing import capture, medians_in_turns
+from benchmarks.timing import capture
 from halfbyte.attention import AttentionPlans, paged_attention
 from halfbyte.kvcache import NewTokens
 from halfbyte.kvcache.recent import SLACK, RecentInputs, RingSlots
@@ -94,7 +92,7 @@ def ways(batch: int, context: int, recipe: str, device: torch.device) -> dict[st
     return calls
 
 
-def microseconds(calls: dict[str, list[Call]]) -> dict[str, float]:
+def microseconds(calls: dict[str, list[Call]]) -> Times:
     """Per layer, by way."""
     for way in calls.values():
         for call in way:
@@ -103,30 +101,13 @@ def microseconds(calls: dict[str, list[Call]]) -> dict[str, float]:
     return medians_in_turns(graphs, _ROUNDS, _LAYERS)
 
 
-def table(report: dict[str, Any]) -> str:
-    """A table in Markdown."""
-    lines = ["| µs per layer | decode | two calls | one call |", "|---|---:|---:|---:|"]
-    for name, row in report["microseconds"].items():
-        lines.append(f"| {name} | " + " | ".join(f"{us:.1f}" for us in row.values()) + " |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Parse the command line, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    out: Path = parser.parse_args().out
-    device = torch.device("cuda")
-    report: dict[str, Any] = {**provenance(device), "microseconds": {}}
+def measured(device: torch.device) -> Iterator[tuple[str, Times]]:
+    """Times of each recipe and size."""
     for batch, context in CASES:
         for recipe in RECIPES:
             times = microseconds(ways(batch, context, recipe, device))
-            report["microseconds"][f"{recipe}, {batch} x {context}"] = times
-            gc.collect()
-            torch.cuda.empty_cache()
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report))
+            yield f"{recipe}, {batch} x {context}", times
 
 
 if __name__ == "__main__":
-    main()
+    measure(__doc__, RESULT, measured)

@@ -183,15 +183,6 @@ def capture(calls: Sequence[Call], pool: Any = None) -> Call:
     return Replay(graph, calls)
 
 
-def medians_in_turns(graphs: Mapping[str, Call], rounds: int, layers: int) -> dict[str, float]:
-    """µs per layer of graphs of `layers` layers, by name: medians of replays in turns."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            times[name].append(gpu_microseconds([graph], 50 * CYCLES_PER_US) / layers)
-    return {name: round(statistics.median(found), 2) for name, found in times.items()}
-
-
 def _captured_row(calls: Sequence[Call], device: torch.device, pool: Any) -> Row:
     row = whole_turns(calls)
     space = spacer(device)

@@ -36,7 +36,7 @@ struct Params {
   int max_pages, num_seqs;
   float softmax_scale, softcap;
   int window;
-  int follows_store;  // 1 if the previous kernel stores the step's tokens, and was launched when all else was
+  int follows_store;  // 1 if only the previous kernel may still run, and it stores the step's tokens
   Output output;  // for work items covered by a single unit
   Recipe recipe;
 };

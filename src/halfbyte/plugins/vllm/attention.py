@@ -16,7 +16,7 @@ from halfbyte.attention.recent.fill import store_and_fill
 from halfbyte.kvcache import KVScales, NewTokens
 from halfbyte.kvcache.layer import LayerQuantization
 from halfbyte.kvcache.recent import RecentInputs
-from halfbyte.kvcache.recent_step import LayerPages
+from halfbyte.kvcache.recent_step import LayerPages, RecentStep
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
@@ -190,6 +190,8 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         Raises:
             NotImplementedError: a recipe, for which the tokens' positions are missing.
         """
+        if kv_cache.numel() == 0:  # while vLLM measures its memory
+            return
         if self.transform is not None:
             raise NotImplementedError(
                 "halfbyte: storing tokens without attention needs kv_recipe plain"
@@ -226,7 +228,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         tokens = attn_metadata.num_actual_tokens
         pages, layout = self._pages(layer, kv_cache)
         step = None if self.rings is None else attn_metadata.recent_step()
-        new = self._new_tokens(key, value, attn_metadata)
+        new = self._new_tokens(key, value, attn_metadata, step)
         recent: RecentInputs | None = None
         if self.rings is not None and step is not None:
             packed = LayerPages(
@@ -265,6 +267,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: HalfbyteMetadata,
+        step: RecentStep | None,
     ) -> NewTokens | None:
         """The step's tokens with their slots; None if another layer's cache is shared."""
         if self.kv_sharing_target_layer_name is not None:
@@ -275,7 +278,6 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         # Padding slots have no position.
         positions = metadata.queries().positions
         new = NewTokens(key, value, slot_mapping[: positions.shape[0]], positions)
-        step = None if self.rings is None else metadata.recent_step()
         if self.rings is None or step is None or not step.write_first:
             return new
         return new._replace(recent=step.slots_in(self.rings))
