@@ -24,6 +24,7 @@ LAYERS = {
     "models": 6,
     "moe": 5,
     "attention": 4,
+    "elementwise": 4,
     "linear": 4,
     "kvcache": 3,
     "checkpoints": 3,

@@ -22,6 +22,7 @@ even if halfbyte is not used. So it changes nothing unless requested:
 | `moe_weights`, `moe_limits` | reads vLLM's MoE layers; those that are not supported |
 | `unloaded` | refuses experts' weights that were not loaded |
 | `compilation` | options of its compilation |
+| `layers` | norms, activation and rotary embedding on halfbyte's kernels |
 | `connectors` | names pages that leave the engine by their formats and scales |
 | `part_scales` | a global scale for each part of a fused layer |
 | `registry`, `cpu_platform` | registers the backend, on GPUs and on CPUs |
@@ -56,6 +57,7 @@ def register() -> None:
             checks,
             connectors,
             cpu_platform,
+            layers,
             linear,
             moe,
             recent,
@@ -70,6 +72,7 @@ def register() -> None:
         checks.install()
         cpu_platform.install()
         linear.install()
+        layers.install()
         moe.install()
         connectors.install()
         recent.install()

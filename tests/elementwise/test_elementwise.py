@@ -1,0 +1,164 @@
+"""RMSNorm, SwiGLU and rotary embedding: operators on a CPU, and the kernels run on the host."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cuda_on_host import guarded, needs_compiler, overlapping_kernels
+from halfbyte.elementwise import add_rms_norm, ops, rms_norm, rotary_embedding, silu_and_mul
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def on_host(call: Any, *arguments: Any) -> Any:
+    """A launcher's result with its kernel run on the CPU; memory after its tensors is unmapped."""
+
+    def empty(size: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        return guarded(size, dtype) if 0 not in size else torch.zeros(size, dtype=dtype)
+
+    def like(x: torch.Tensor) -> torch.Tensor:
+        return empty(x.shape, dtype=x.dtype, device=x.device)
+
+    moved = [
+        guarded(x.shape, x.dtype).copy_(x)
+        if isinstance(x, torch.Tensor) and x.is_contiguous() and x.numel()
+        else x
+        for x in arguments
+    ]
+    ops._kernel.cache_clear()
+    with (
+        overlapping_kernels(90),
+        patch.object(torch, "empty", empty),
+        patch.object(torch, "empty_like", like),
+    ):
+        result = call(*moved)
+    ops._kernel.cache_clear()
+    return result
+
+
+def assert_rounded_once(found: torch.Tensor, exact: torch.Tensor, ulps: float = 0.51) -> None:
+    """At most `ulps` units in the last place from float64."""
+    assert found.isfinite().all()
+    unit = torch.finfo(found.dtype).eps * exact.abs().clamp(min=2.0**-14)
+    assert ((found.double() - exact).abs() <= ulps * unit).all()
+
+
+def exact_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * weight.double()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(3, 4096), (1, 8), (5, 2880), (2, 8200)])
+def test_norm_on_host(rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    x, residual = 3 * torch.randn(2, rows, size).to(dtype)
+    weight = torch.randn(size).to(dtype)
+    out, total = on_host(ops.normalize, x, residual, weight, 1e-5)
+    exact = x.double() + residual.double()
+    assert torch.equal(total, (x.float() + residual.float()).to(dtype))
+    assert_rounded_once(out, exact_norm(exact, weight, 1e-5))
+    alone, none = on_host(ops.normalize, x, None, weight, 1e-5)
+    assert none is None
+    assert_rounded_once(alone, exact_norm(x.double(), weight, 1e-5))
+
+
+@needs_compiler
+def test_norm_on_host_of_rows_with_a_stride() -> None:
+    x = torch.randn(4, 3 * 64).bfloat16()[:, 64:128]
+    weight = torch.ones(64).bfloat16()
+    out, _ = on_host(ops.normalize, x, None, weight, 0.0)
+    assert_rounded_once(out, exact_norm(x.double(), weight, 0.0))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(3, 1000), (1, 8), (20, 48)])
+def test_gate_on_host(rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    x = (4 * torch.randn(rows, 2 * size)).to(dtype)
+    x[0, 0], x[-1, 1] = 200.0, -200.0
+    found = on_host(ops.gate, x)
+    first, second = x.double().chunk(2, dim=-1)
+    assert_rounded_once(found, F.silu(first) * second, 0.6)
+
+
+ROTARY = {
+    "llama": (32, 8, 128, 128, False),
+    "partial": (3, 1, 80, 32, False),
+    "interleaved": (4, 4, 64, 64, True),
+    "partial-interleaved": (2, 2, 96, 48, True),
+}
+
+
+def rotary_arguments(name: str, dtype: torch.dtype, tokens: int = 7) -> tuple[Any, ...]:
+    heads, kv_heads, head_size, rotary, interleaved = ROTARY[name]
+    torch.manual_seed(0)
+    fused = torch.randn(tokens, (heads + 2 * kv_heads) * head_size).to(dtype)
+    query, key, _ = fused.split([x * head_size for x in (heads, kv_heads, kv_heads)], dim=1)
+    angles = torch.rand(50, rotary // 2) * 100
+    table = torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype)
+    positions = torch.randint(0, 50, (tokens,))
+    return positions, query, key, table, head_size, interleaved
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_on_host_equals_the_operator_on_a_cpu(name: str, dtype: torch.dtype) -> None:
+    arguments = rotary_arguments(name, dtype)
+    for found, expected in zip(
+        on_host(ops.rotate, *arguments), rotary_embedding(*arguments), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@needs_compiler
+def test_no_tokens() -> None:
+    assert on_host(ops.gate, torch.zeros(0, 64).bfloat16()).shape == (0, 32)
+    assert on_host(ops.normalize, *torch.zeros(2, 0, 64).bfloat16(), torch.ones(64).bfloat16(), 0.1)
+    for x in on_host(ops.rotate, *rotary_arguments("llama", torch.bfloat16, tokens=0)):
+        assert x.numel() == 0
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_operators_on_a_cpu(dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 2, 3, 64).to(dtype)
+    weight = torch.randn(64).to(dtype)
+    torch.library.opcheck(rms_norm, (x, weight, 1e-5))
+    torch.library.opcheck(add_rms_norm, (x, residual, weight, 1e-5))
+    torch.library.opcheck(silu_and_mul, (x,))
+    torch.library.opcheck(rotary_embedding, rotary_arguments("llama", dtype))
+    if dtype == torch.float32:
+        expected = F.rms_norm(x + residual, (64,), weight, 1e-5)
+        out, total = add_rms_norm(x, residual, weight, 1e-5)
+        torch.testing.assert_close(out, expected)
+        assert torch.equal(total, x + residual)
+        torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (64,), weight, 1e-5))
+        torch.testing.assert_close(silu_and_mul(x), F.silu(x[..., :32]) * x[..., 32:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 64, 1000])
+def test_kernels_on_a_gpu(tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens)
+    x, residual = 3 * torch.randn(2, tokens, 4096).to(dtype)
+    weight = torch.randn(4096).to(dtype)
+    out, total = add_rms_norm(x.cuda(), residual.cuda(), weight.cuda(), 1e-5)
+    assert torch.equal(total.cpu(), (x.float() + residual.float()).to(dtype))
+    assert_rounded_once(out.cpu(), exact_norm(x.double() + residual.double(), weight, 1e-5))
+    alone = rms_norm(x.cuda(), weight.cuda(), 1e-5)
+    assert_rounded_once(alone.cpu(), exact_norm(x.double(), weight, 1e-5))
+    first, second = x.double().chunk(2, dim=-1)
+    assert_rounded_once(silu_and_mul(x.cuda()).cpu(), F.silu(first) * second, 0.6)
+    for name in ROTARY:
+        arguments = rotary_arguments(name, dtype, tokens)
+        on_gpu = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
+        for found, expected in zip(
+            rotary_embedding(*on_gpu), rotary_embedding(*arguments), strict=True
+        ):
+            assert torch.equal(found.cpu(), expected)
