@@ -151,7 +151,7 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
 // store writes: the step's tokens in pages and rings. This kernel reads these from the step's K and V, unless a sequence
 // has more of them than there are recent ones. So it waits for the store at its end, before which it may not end.
 //
-// Without recent tokens it waits first: other sequences may share pages that the store fills (a prefix of two prompts of
+// Without recent tokens it waits before the first tiles: other sequences may share pages that the store fills (a prefix of two prompts of
 // one step). With them, the sequences' rings have to be filled from such pages, so that those are stored before.
 #define WAITS_LAST (RECENT && RESTARTS)
 
@@ -161,8 +161,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
   constexpr u32 WARP_BYTES = STAGES * STAGE_BYTES + Q_BYTES + COEFFICIENT_BYTES + BIAS_BYTES + ANGLE_BYTES;
   const u32 ring = shared_address(shared) + warp * WARP_BYTES, behind_query = ring + STAGES * STAGE_BYTES + Q_BYTES;
   prefetch_tables(p);
-  const bool waits_last = WAITS_LAST && p.follows_store;
-  if (!waits_last) wait_for_previous();  // for the plan, too
+  if (!p.follows_store) wait_for_previous();  // for the plan and q, too
   allow_next();  // the merge kernel may launch now: before it waits for this one, it only reads the plan
   const PlanHeader header = p.plan.header();
   // The heads of a unit run next to each other: their bytes are in the same pages.
@@ -175,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
     QueryWords words(p, unit.item, head);
     MeanInputs means(p, unit.item, head, share_of(header, unit.item, number), behind_query);
     KeyInputs keys(p, unit.item, share_of(header, unit.item, number), header.span);
+    if (!WAITS_LAST) wait_for_previous();
     Loader loader(p, header, unit, head, number, ring);
     u32 tile = ring;
     WorkItem item = unit.item;
@@ -193,5 +193,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
     asm volatile("cp.async.wait_all;");
     __syncwarp();
   }
-  if (waits_last) wait_for_previous();
+  wait_for_previous();
 }
