@@ -19,6 +19,9 @@ from halfbyte.plugins.vllm.registry import uses_halfbyte
 _LAYERS = "vllm.model_executor.layers."
 _ROTARY = "rotary_embedding"
 """Package with the classes for rotary embeddings."""
+_MIN_NORM = 1024
+"""Min size of a norm: norms of single heads are many small rows, which Inductor joins with the
+rotary embedding after them."""
 
 
 def install() -> None:
@@ -81,7 +84,7 @@ class _Norm:
 
     def forward_native(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         has_weight = self.pass_weight if residual is None else self.pass_weight_add
-        plain = has_weight and self.variance_size_override is None
+        plain = has_weight and self.variance_size_override is None and x.shape[-1] >= _MIN_NORM
         if not (self.uses_kernels and plain and _suits(x, self.weight)):
             return super().forward_native(x, residual)  # type: ignore[misc]
         if residual is None:

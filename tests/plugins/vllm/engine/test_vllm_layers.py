@@ -28,6 +28,7 @@ def test_layers_use_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = scored(llm, TEXTS)
     assert not calls
     monkeypatch.setattr(layers, "wants_layers", lambda config: True)
+    monkeypatch.setattr(layers, "_MIN_NORM", 64)
     with vllm_engine(**OPTIONS) as llm:
         found = scored(llm, TEXTS)
     assert set(calls) == set(OPERATORS), calls
