@@ -94,6 +94,11 @@ def test_few_tokens(num_sms: int, count: int) -> None:
         slow({**BOTH, "head_size": 256, "heads": 1, "head_size_v": 16}, torch.float32, TILES),
         slow({**BOTH, "center": False, "rotate": False, "first_tokens": 0}, torch.bfloat16, ROWS),
         ({"weighted": True}, torch.bfloat16, ROWS),
+        slow(
+            {"weighted": True, "head_size": 256, "heads": 2, "head_size_v": 48}, torch.float32, ROWS
+        ),
+        slow({"weighted": True, "head_size": 128, "heads": 3}, torch.float16, ROWS),
+        slow({"weighted": True, "head_size": 64}, torch.bfloat16, TILES),
         slow({"feedback": True}, torch.bfloat16, TILES),
     ],
     ids=str,

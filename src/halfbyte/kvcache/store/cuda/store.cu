@@ -7,14 +7,16 @@
 //   BY_BLOCK   values alone: a thread takes a block of 16 of some tokens
 //   BY_ROW     error feedback, few tokens: a warp takes a head of a token (feedback_row.cuh)
 //   BY_TILE    error feedback, many tokens: a warp takes a head of 32 tokens (feedback_tile.cuh)
+//   BY_LANES   values alone, few tokens: several lanes share a block (lanes.cuh)
 //
 // Macros, besides those of the headers:
-//   BY             1, 2 or 3 for the above
+//   BY             1, 2, 3 or 4 for the above
 //   CTAS_PER_SM    that registers must suffice for
 
 #define BY_BLOCK 1
 #define BY_ROW 2
 #define BY_TILE 3
+#define BY_LANES 4
 
 #include "kvcache/store/cuda/values.cuh"
 
@@ -22,6 +24,8 @@
 #include "kvcache/store/cuda/feedback_row.cuh"
 #elif BY == BY_TILE
 #include "kvcache/store/cuda/feedback_tile.cuh"
+#elif BY == BY_LANES
+#include "kvcache/store/cuda/lanes.cuh"
 #endif
 
 #define THREADS (32 * WARPS)
@@ -79,6 +83,8 @@ __device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block
 __device__ __forceinline__ void store_keys(const Params& p, unsigned char* memory) {
 #if BY == BY_ROW
   store_key_row(p, blockIdx.x, *(SharedRows*)memory);
+#elif BY == BY_LANES
+  store_key_lanes(p, blockIdx.x * THREADS + threadIdx.x);
 #else
   const float g = p.k_scale ? *p.k_scale : p.k_scale_number;
 #if BY == BY_BLOCK
@@ -116,6 +122,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) store(const _
     const KeyBlock block(p);
     prefetch_key_block(p, block.part, block.head, block.token);
   }
+#elif BY == BY_LANES
+  const u32 number = blockIdx.x * THREADS + threadIdx.x, lane = number % HEAD_LANES;
+  if (blockIdx.x < p.k_ctas && lane % (BLOCK / LANE_VALUES) == 0)
+    prefetch_key_block(p, lane * LANE_VALUES / BLOCK, number / HEAD_LANES % KV_HEADS, number / (HEAD_LANES * KV_HEADS));
+#endif
+#if SMALL_GRID && (BY == BY_BLOCK || BY == BY_LANES)
 #if V_WEIGHTED
   prefetch_table(p.v_weights, KV_HEADS * HEAD_SIZE_V * 4);
 #endif
@@ -130,7 +142,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) store(const _
   if (blockIdx.x < p.k_ctas)
     store_keys(p, memory);
   else if (blockIdx.x < p.k_ctas + p.v_ctas)
+#if BY == BY_LANES
+    store_value_lanes(p, (blockIdx.x - p.k_ctas) * THREADS + threadIdx.x, memory);
+#else
     store_values(p, (blockIdx.x - p.k_ctas) * THREADS + threadIdx.x, memory);
+#endif
 #if RING
   else
     keep(p, (blockIdx.x - p.k_ctas - p.v_ctas) * THREADS + threadIdx.x);

@@ -43,10 +43,12 @@ _K_FORMATS = tuple(dtype for dtype in _V_KINDS if dtype.is_nvfp4)
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Values of the macros `KEY_TYPE`, `VALUE_TYPE` and `FIRST_TYPE`."""
-_BY_BLOCK, _BY_ROW, _BY_TILE = 1, 2, 3
-_WARPS = {_BY_BLOCK: 4, _BY_ROW: 4, _BY_TILE: 2}
+_BY_BLOCK, _BY_ROW, _BY_TILE, _BY_LANES = 1, 2, 3, 4
+_WARPS = {_BY_BLOCK: 4, _BY_ROW: 4, _BY_TILE: 2, _BY_LANES: 4}
 _TILE = 32
 """Tokens of a warp's tile."""
+_LANE_VALUES = 4
+"""Values of a lane with `_BY_LANES`; of K with heads of 256 twice as many."""
 _SCALE_ENTRIES = 132
 """Block scales with their reciprocals in shared memory, for error feedback by rows."""
 _ROWS_PER_SM = 32
@@ -129,20 +131,22 @@ class StoreVariant(NamedTuple):
             return heads * -(-num_slots // warps)
         if self.by == _BY_TILE:
             return -(-heads * -(-num_slots // _TILE) // warps)
-        return -(
-            -_groups(num_slots, tokens) * heads * (layout.head_size // BLOCK_SIZE) // self.threads
-        )
+        threads = layout.head_size // BLOCK_SIZE
+        if self.by == _BY_LANES:
+            threads = layout.head_size // (8 if layout.head_size == 256 else _LANE_VALUES)
+        return -(-_groups(num_slots, tokens) * heads * threads // self.threads)
 
     def v_ctas(self, layout: PageLayout, num_slots: int, tokens: int) -> int:
         """CTAs that store V; a thread has one block of each of `tokens` tokens."""
-        blocks = layout.num_kv_heads * (layout.head_size_v // BLOCK_SIZE)
-        return -(-_groups(num_slots, tokens) * blocks // self.threads)
+        values = _LANE_VALUES if self.by == _BY_LANES and self.v_weighted else BLOCK_SIZE
+        threads = layout.num_kv_heads * (layout.head_size_v // values)
+        return -(-_groups(num_slots, tokens) * threads // self.threads)
 
     def macros(self, layout: PageLayout) -> dict[str, int | None]:
         """Macros that `store.cu` is compiled with."""
         of_regions = region_fields(layout)
         by_block = 5 if self.k_weighted and not self.small_grid else 4
-        ctas_per_sm = {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: 6}[self.by]
+        ctas_per_sm = {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: 6, _BY_LANES: 8}[self.by]
         return {
             "HEAD_SIZE": layout.head_size,
             "HEAD_SIZE_V": layout.head_size_v,
@@ -263,7 +267,7 @@ def store_transformed(inputs: StoreInputs) -> None:
         key.dtype,
         value.dtype,
         *_bind_transform(arguments, transform, layout),
-        by=_unit(transform, num_slots * layout.num_kv_heads, pages.get_device()),
+        by=_unit(transform, num_slots * layout.num_kv_heads, pages.get_device(), fill < 1),
         ring=ring,
         in_words=(pages.data_ptr() | params.page_stride) % 4 == 0,
         small_grid=fill < 1,
@@ -317,10 +321,10 @@ def _bind_transform(
     )
 
 
-def _unit(transform: KVTransform, rows: int, device: int) -> int:
+def _unit(transform: KVTransform, rows: int, device: int, small_grid: bool) -> int:
     """A warp's part of K: blocks, rows, or tiles of rows; `rows` (token, head) pairs in total."""
     if transform.feedback is None:
-        return _BY_BLOCK
+        return _BY_LANES if small_grid and transform.k_weights is not None else _BY_BLOCK
     return _BY_TILE if rows >= _ROWS_PER_SM * num_sms(device) else _BY_ROW
 
 

@@ -41,6 +41,20 @@ __device__ __forceinline__ void encode_fp8(u32* words, const float* x, float g) 
   }
 }
 
+#if V_KIND < 8
+__device__ __forceinline__ u8* value_codes(const Place& place, u32 head, u32 part) {
+  return place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD + part * (BLOCK / 2));
+}
+__device__ __forceinline__ u8* value_scale(const Place& place, u32 head, u32 part) {
+  u32 line = place.offset, column = part;
+#if SM100
+  line = place.offset / 4 * 4 + part / (PARTS_V / 4);
+  column = part % (PARTS_V / 4) * 4 + place.offset % 4;
+#endif
+  return place.page + (V_SCALE + line * V_SCALE_TOKEN + head * V_SCALE_HEAD + column);
+}
+#endif
+
 // Blocks of `p.tokens` tokens. Called by a whole warp.
 template <bool EASY>
 __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, float g, unsigned char* memory) {
@@ -60,8 +74,8 @@ __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, 
     blocks.take(x, token);
     if (token + 1 < begin + p.tokens) copy(token + 1);
     const Place place = Place::of(p, token);
-    u8* data = place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD);
 #if V_KIND >= 8
+    u8* data = place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD);
     u32 words[4];
     encode_fp8<EASY>(words, x, g);
     if (!place.keep) continue;
@@ -74,13 +88,8 @@ __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, 
     const Encoded encoded = encode_as_format<EASY, V_KIND == 6>(x, g);
 #endif
     if (!place.keep) continue;
-    store_codes(data + part * (BLOCK / 2), encoded.words);
-    u32 line = place.offset, column = part;
-#if SM100
-    line = place.offset / 4 * 4 + part / (PARTS_V / 4);
-    column = part % (PARTS_V / 4) * 4 + place.offset % 4;
-#endif
-    place.page[V_SCALE + line * V_SCALE_TOKEN + head * V_SCALE_HEAD + column] = encoded.scale;
+    store_codes(value_codes(place, head, part), encoded.words);
+    *value_scale(place, head, part) = encoded.scale;
 #endif
   }
 }
