@@ -94,10 +94,7 @@ def store() -> str:
 
 
 def store_and_decode() -> str:
-    """A step's store and decode attention per layer, in two calls and in one.
-
-    Since this run, `plain` stores first in one call, too, so that its times are of no interest.
-    """
+    """A step's store and decode attention per layer, in two calls and in one."""
     ways = ("decode", "two calls", "one call")
     rows = []
     for case, row in read("store_and_decode")["microseconds"].items():

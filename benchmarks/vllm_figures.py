@@ -15,11 +15,12 @@ from benchmarks.svg import INK, svg_figure
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 RESULT = RESULTS / "vllm_step.json"
-EXPERTS = {
+OTHERS = {
+    "vllm-step-small-kernels": RESULTS / "vllm_step_small_kernels.json",
     "vllm-step-qwen3": RESULTS / "vllm_step_qwen3_30b_a3b.json",
     "vllm-step-gpt-oss": RESULTS / "vllm_step_gpt_oss_20b.json",
 }
-"""Steps of models with experts, by the name of their table."""
+"""More runs of `vllm_step`, by the name of their table."""
 ONLINE = RESULTS / "vllm_online.json"
 RECIPES = RESULTS / "recipe_speed.json"
 PROFILE = RESULTS / "vllm_profile.json"
@@ -186,7 +187,7 @@ def main() -> None:
     """Write all."""
     report = json.loads(RESULT.read_text())
     put_table(PAGE, "vllm-step", table(report))
-    for name, file in EXPERTS.items():
+    for name, file in OTHERS.items():
         put_table(PAGE, name, table(json.loads(file.read_text())))
     recipes = json.loads(RECIPES.read_text())
     put_table(RECIPES_PAGE, "recipe-speed", recipes_table(recipes))

@@ -26,6 +26,7 @@ from attention.cases import (
 from attention.prefill.dense_cases import inputs_of
 from halfbyte.attention import paged_attention
 from halfbyte.attention.prefill.key_ranges import KeyRanges
+from halfbyte.elementwise import add_rms_norm, rotary_embedding, silu_and_mul
 from halfbyte.kvcache import read_tokens, reshape_and_cache
 from halfbyte.layouts import PageLayout
 from halfbyte.moe import GPT_OSS, SWIGLU, moe_experts
@@ -217,6 +218,23 @@ def recipes() -> None:
         assert_stored_as_by_the_reference(reshape_and_cache, options, BF16, "cuda")
 
 
+def small() -> None:
+    """Norms, SwiGLU and rotary embedding."""
+    angles = torch.rand(50, 32)
+    table = torch.cat([angles.cos(), angles.sin()], dim=1).bfloat16()
+    for rows in (1, 7, 600):
+        print("small", rows, flush=True)
+        x, residual = torch.randn(2, rows, 4096).bfloat16()
+        weight, positions = torch.randn(4096).bfloat16(), torch.randint(50, (rows,))
+        for call, tensors, options in (
+            (add_rms_norm, (x, residual, weight), (1e-5,)),
+            (silu_and_mul, (x,), ()),
+            (rotary_embedding, (positions, x[:, :3072], x[:, 3072:], table), (128, False)),
+        ):
+            found = call(*(tensor.cuda() for tensor in tensors), *options)
+            torch.testing.assert_close(found, call(*tensors, *options), check_device=False)
+
+
 def linear() -> None:
     """Small and large M: `gemv.cu`, and `gemm_sm90/gemm.cu` or `dequant.cu`; Triton."""
     bf16, fp16 = torch.bfloat16, torch.float16
@@ -336,6 +354,7 @@ PARTS: dict[str, Callable[[], None]] = {
         prefill,
         store,
         recipes,
+        small,
         linear,
         unpacked,
         cuts,

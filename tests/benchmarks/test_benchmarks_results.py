@@ -103,7 +103,7 @@ def test_docs_show_the_committed_runs_inside_vllm() -> None:
     figures = import_module("benchmarks.vllm_figures")
     report = json.loads(figures.RESULT.read_text())
     assert table_in(figures.PAGE, "vllm-step") == figures.table(report)
-    for name, file in figures.EXPERTS.items():
+    for name, file in figures.OTHERS.items():
         assert table_in(figures.PAGE, name) == figures.table(json.loads(file.read_text()))
     recipes = json.loads(figures.RECIPES.read_text())
     assert table_in(figures.RECIPES_PAGE, "recipe-speed") == figures.recipes_table(recipes)
