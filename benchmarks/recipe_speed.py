@@ -5,15 +5,15 @@
 
 Llama-3.1-8B's heads (32 of 128, 8 of K and V), pages of 16 tokens. Times are those of
 `benchmarks.timing`: graphs of one call without planning, which a model's layers share. Recipes are
-interleaved. `balanced` is measured without last tokens in rings and with 64 of them; its store
-includes the ring. `accurate` differs only in its store. With `--only` nothing is written. On a CPU
+interleaved. `balanced` is measured without last tokens in rings and with 64 of them, in rings that
+together exceed the caches, as those of a model's layers do; its store includes the ring. `accurate`
+differs only in its store. With `--only` nothing is written. On a CPU
 calls are by one thread.
 """
 
 import argparse
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,15 +25,17 @@ from benchmarks.provenance import provenance
 from benchmarks.timing import measure_in_turns, ready
 from halfbyte.attention import AttentionPlans, paged_attention
 from halfbyte.kvcache import reshape_and_cache
-from halfbyte.kvcache.recent import RecentInputs, RecentTokens, RingSlots
+from halfbyte.kvcache.recent import SLACK, RecentInputs, RecentTokens, RingSlots
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
+from halfbyte.measure.timing import Call, copies
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, SEGMENT, RECENT = 32, 8, 128, 16, 64, 64
 LAYOUT = PageLayout("nvfp4_4over6", "nvfp4_4over6", HEAD_SIZE, None, KV_HEADS, BLOCK_SIZE)
 ROUNDS = 8
-Call = Callable[[], object]
+Calls = dict[str, list[Call]]
+"""Calls with the same work on different data, by name."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,8 @@ def random_kv(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Te
     return key, value
 
 
-def attention_calls(case: Case, device: torch.device) -> dict[str, Call]:
-    """Calls by name, with the same lengths and separate pages."""
+def attention_calls(case: Case, device: torch.device) -> Calls:
+    """Attention with the same lengths and separate pages."""
     pages_per_seq = -(-case.length // BLOCK_SIZE)
     num_pages = case.seqs * pages_per_seq
     tables = torch.randperm(num_pages, device=device).int().view(case.seqs, pages_per_seq)
@@ -119,37 +121,48 @@ def attention_calls(case: Case, device: torch.device) -> dict[str, Call]:
         "sliding_window": case.window,
     }
     transform = make_transform(case.length, device)
-    ring = torch.randn(2, case.seqs, KV_HEADS, RECENT + 16, HEAD_SIZE, device=device).bfloat16()
-    key, value = random_kv(case.seqs * case.queries, device)
-    entries = torch.arange(case.seqs, device=device).int()
-    recent = RecentInputs(RECENT, ring[0].contiguous(), ring[1].contiguous(), entries, key, value)
-    calls: dict[str, Call] = {}
-    ways: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "without the last tokens": {"transform": transform},
-        "balanced": {"transform": transform, "recent": recent},
+    transformed = {"transform": transform}
+    calls: Calls = {}
+    ways: dict[str, list[dict[str, Any]]] = {
+        "plain": [{}],
+        "without the last tokens": [transformed],
+        "balanced": [{**transformed, "recent": recent} for recent in last_tokens(case, device)],
     }
-    for name, options in ways.items():
+    for name, all_options in ways.items():
         pages = torch.zeros(num_pages, LAYOUT.page_bytes, dtype=torch.uint8, device=device)
         for seq in range(case.seqs):
             positions = torch.arange(case.length, device=device)
             slots = tables[seq].long()[positions // BLOCK_SIZE] * BLOCK_SIZE
             slots += positions % BLOCK_SIZE
             changed: dict[str, Any] = {}
-            if options:
-                changed = {"transform": transform, "positions": positions}
+            if name != "plain":
+                changed = {**transformed, "positions": positions}
             scales = (arguments["k_scale"], arguments["v_scale"])
             reshape_and_cache(
                 *random_kv(case.length, device), pages, slots, LAYOUT, *scales, **changed
             )
-        calls[name] = partial(
-            paged_attention, query, pages, plans=AttentionPlans(), **arguments, **options
-        )
+        attend = partial(paged_attention, query, pages, plans=AttentionPlans(), **arguments)
+        calls[name] = [partial(attend, **options) for options in all_options]
     return calls
 
 
-def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
-    """Stores of `tokens` tokens by name: a step of one token per sequence, or one prompt."""
+def last_tokens(case: Case, device: torch.device) -> list[RecentInputs]:
+    """Last tokens of sequences in several rings, which together exceed the caches."""
+    key, value = random_kv(case.seqs * case.queries, device)
+    entries = torch.arange(case.seqs, device=device).int()
+
+    def ring() -> torch.Tensor:
+        size = (case.seqs, KV_HEADS, RECENT + SLACK, HEAD_SIZE)
+        return torch.randn(size, device=device).bfloat16()
+
+    pairs = [(ring(), ring())]
+    ring_bytes = 2 * pairs[0][0].nbytes
+    pairs += [(ring(), ring()) for _ in range(copies(ring_bytes, device) - 1)]
+    return [RecentInputs(RECENT, *pair, entries, key, value) for pair in pairs]
+
+
+def store_calls(tokens: int, device: torch.device) -> Calls:
+    """Stores of `tokens` tokens: a step of one token per sequence, or one prompt."""
     is_step = tokens <= 256
     pages = torch.zeros(2 * tokens, LAYOUT.page_bytes, dtype=torch.uint8, device=device)
     key, value = random_kv(tokens, device)
@@ -194,16 +207,16 @@ def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
             ring_slots.write(key, value)
 
     return {
-        "plain": plain,
-        "without the last tokens": changed,
-        "balanced": partial(with_rings, transform),
-        "accurate": partial(with_rings, with_feedback),
+        "plain": [plain],
+        "without the last tokens": [changed],
+        "balanced": [partial(with_rings, transform)],
+        "accurate": [partial(with_rings, with_feedback)],
     }
 
 
-def measure(calls: dict[str, Call], device: torch.device) -> dict[str, Any]:
+def measure(calls: Calls, device: torch.device) -> dict[str, Any]:
     """Times in µs, and relative to `plain`."""
-    contenders = {name: ready([call], device, in_graph=True) for name, call in calls.items()}
+    contenders = {name: ready(some, device, in_graph=True) for name, some in calls.items()}
     times = measure_in_turns(contenders, device, ROUNDS)
     plain = times["plain"]["single"]
     return {name: {**t, "of_plain": round(t["single"] / plain, 3)} for name, t in times.items()}

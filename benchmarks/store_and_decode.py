@@ -4,8 +4,9 @@
 
 In one call (`paged_attention(new=...)`) the decode kernel reads older pages of `balanced` while the
 tokens are stored. Eight layers in a CUDA graph, as in `benchmarks.chains`; heads and recipes of
-`benchmarks.recipe_speed`. Pages rotate over copies that together exceed the caches. µs per layer,
-medians of replays in turns; `decode` is attention alone.
+`benchmarks.recipe_speed`. Pages rotate over copies that together exceed the caches; a layer has
+rings, means and angles of its own. µs per layer, medians of replays in turns; `decode` is attention
+alone.
 """
 
 from collections.abc import Iterator
@@ -47,20 +48,7 @@ def ways(batch: int, context: int, recipe: str, device: torch.device) -> dict[st
     num_pages = batch * per_sequence
     tables = torch.randperm(num_pages, device=device).int().view(batch, per_sequence)
     scale = torch.tensor(0.002, device=device)
-    changed: dict[str, Any] = {}
     slots = tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
-    new = NewTokens(*random_kv(batch, device), slots)
-    if recipe == "balanced":
-        ring = torch.randn(2, batch, KV_HEADS, RECENT + SLACK, HEAD_SIZE, device=device)
-        keys, values = ring.bfloat16()
-        rows = torch.arange(batch, device=device)
-        places = torch.full_like(rows, (context - 1) % (RECENT + SLACK))
-        new = new._replace(
-            positions=torch.full_like(rows, context - 1),
-            recent=RingSlots(keys, values, rows, rows, places),
-        )
-        changed["transform"] = make_transform(context, device)
-        changed["recent"] = RecentInputs(RECENT, keys, values, rows.int(), new.key, new.value)
     attend = partial(
         paged_attention,
         torch.randn(batch, HEADS, HEAD_SIZE, device=device).bfloat16(),
@@ -72,7 +60,6 @@ def ways(batch: int, context: int, recipe: str, device: torch.device) -> dict[st
         k_scale=scale,
         v_scale=scale,
         plans=AttentionPlans(),
-        **changed,
     )
     copies = min(_LAYERS, 1 + _BYTES // (num_pages * LAYOUT.page_bytes))
     calls: dict[str, list[Call]] = {"decode": [], "two calls": [], "one call": []}
@@ -83,13 +70,31 @@ def ways(batch: int, context: int, recipe: str, device: torch.device) -> dict[st
         for some in every.split(2**16):
             NewTokens(*random_kv(len(some), device), some).store(pages, LAYOUT, scale, scale)
         pools.append(pages)
+    plain = NewTokens(*random_kv(batch, device), slots)
     for i in range(_LAYERS):
         pages = pools[i % copies]
+        new, changed = with_recipe(plain, context) if recipe == "balanced" else (plain, {})
         store = partial(new.store, pages, LAYOUT, scale, scale, changed.get("transform"))
-        calls["decode"].append(partial(attend, pages))
-        calls["two calls"] += [store, partial(attend, pages)]
-        calls["one call"].append(partial(attend, pages, new=new))
+        read = partial(attend, pages, **changed)
+        calls["decode"].append(read)
+        calls["two calls"] += [store, read]
+        calls["one call"].append(partial(read, new=new))
     return calls
+
+
+def with_recipe(new: NewTokens, context: int) -> tuple[NewTokens, dict[str, Any]]:
+    """A layer of `balanced`: new tokens with positions and rings, arguments of attention."""
+    batch, device = len(new.key), new.key.device
+    ring = torch.randn(2, batch, KV_HEADS, RECENT + SLACK, HEAD_SIZE, device=device)
+    keys, values = ring.bfloat16()
+    rows = torch.arange(batch, device=device)
+    places = torch.full_like(rows, (context - 1) % (RECENT + SLACK))
+    new = new._replace(
+        positions=torch.full_like(rows, context - 1),
+        recent=RingSlots(keys, values, rows, rows, places),
+    )
+    recent = RecentInputs(RECENT, keys, values, rows.int(), new.key, new.value)
+    return new, {"transform": make_transform(context, device), "recent": recent}
 
 
 def microseconds(calls: dict[str, list[Call]]) -> Times:

@@ -5,8 +5,10 @@ can do the work (`can_implement`), always with a reason. An explicit choice that
 an error that names the reason and the usable ones; there is no silent fallback.
 """
 
+import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -142,6 +144,70 @@ class Registry(Generic[T]):
         if usable and config is not None:
             usable, reason = candidate.can_implement(config)
         return Verdict(name, usable, reason)
+
+
+class LayerConfig(Protocol):
+    """What all configs of layers have; they are frozen dataclasses."""
+
+    @property
+    def device_type(self) -> str:
+        """Such as "cuda"."""
+        ...
+
+    @property
+    def compute_capability(self) -> int:
+        """The target GPU's; `CPU` on "cuda" stands for this machine's."""
+        ...
+
+
+C = TypeVar("C", bound=LayerConfig)
+
+
+class LayerRegistry(Registry[T]):
+    """Kernels of layers, which an environment variable can choose.
+
+    Args:
+        kind, targets: as of `Registry`.
+        variable: name of the environment variable.
+    """
+
+    def __init__(self, kind: str, targets: dict[str, str], variable: str) -> None:
+        super().__init__(kind, targets)
+        self._variable = variable
+
+    def select_for(self, config: LayerConfig, backend: str | None) -> type[T]:
+        """The kernel class for a layer.
+
+        Args:
+            config: may be for another GPU; then installed packages are not checked.
+            backend: a name; None for the environment variable's if set, else the first that
+                supports the layer.
+
+        Raises:
+            NoImplementationError: as `select`; the message names the variable if it has chosen.
+        """
+        config = on_this_machine(config)
+        here = config.device_type != "cuda" or (
+            config.compute_capability == current_compute_capability()
+        )
+        capability = None if here else config.compute_capability
+        from_environment = os.environ.get(self._variable) if backend is None else None
+        try:
+            return self.select(
+                config, explicit=from_environment or backend, compute_capability=capability
+            )
+        except NoImplementationError as error:
+            if from_environment:
+                raise NoImplementationError(f"{self._variable}: {error}") from None
+            raise
+
+
+def on_this_machine(config: C) -> C:
+    """A layer's config; on "cuda" without a compute capability it gets this machine's."""
+    if config.device_type == "cuda" and config.compute_capability == CPU:
+        # `replace` is for dataclasses, which a protocol cannot ask for.
+        return replace(config, compute_capability=current_compute_capability())  # type: ignore[type-var]
+    return config
 
 
 @cache

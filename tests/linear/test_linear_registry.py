@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.dispatch import Answer, NoImplementationError, Registry
+from halfbyte.dispatch import Answer, LayerRegistry, NoImplementationError
 from halfbyte.linear import (
     LINEAR_BACKENDS,
     NvFp4LinearKernel,
@@ -42,13 +42,14 @@ class BlackwellKernel(ReferenceKernel):
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry whose best kernel is for Blackwell only."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    registry: Registry[NvFp4LinearKernel] = Registry(
+    registry: LayerRegistry[NvFp4LinearKernel] = LayerRegistry(
         "linear backend",
         {
             "blackwell": f"{__name__}:BlackwellKernel",
             "missing": "halfbyte.linear.no_such_module:NoKernel",
             "reference": "halfbyte.linear.reference:ReferenceKernel",
         },
+        VARIABLE,
     )
     registry._loaded["blackwell"] = BlackwellKernel
     monkeypatch.setattr("halfbyte.linear.registry.LINEAR_BACKENDS", registry)

@@ -1,14 +1,11 @@
 """The registry of kernels for mixture-of-experts layers, and their selection."""
 
-import os
-from dataclasses import replace
-
-from halfbyte.dispatch import CPU, NoImplementationError, Registry, current_compute_capability
+from halfbyte.dispatch import LayerRegistry, on_this_machine
 from halfbyte.moe.base import MoeConfig, MoeKernel
 
 BACKEND_VARIABLE = "HALFBYTE_MOE_BACKEND"
 
-MOE_BACKENDS: Registry[MoeKernel] = Registry(
+MOE_BACKENDS: LayerRegistry[MoeKernel] = LayerRegistry(
     "MoE backend",
     {
         "cuda": "halfbyte.moe.cuda.kernel:CudaKernel",
@@ -16,6 +13,7 @@ MOE_BACKENDS: Registry[MoeKernel] = Registry(
         "cpu": "halfbyte.moe.cpu:CpuKernel",
         "reference": "halfbyte.moe.reference:ReferenceKernel",
     },
+    BACKEND_VARIABLE,
 )
 """Backends in order of preference."""
 
@@ -32,6 +30,7 @@ def init_moe_kernel(config: MoeConfig, backend: str | None = None) -> MoeKernel:
         NoImplementationError: the named backend is unknown or does not support the layer, or none
             does; the message gives the reason and the usable backends.
     """
+    config = on_this_machine(config)
     return select_moe_kernel(config, backend)(config)
 
 
@@ -40,17 +39,4 @@ def select_moe_kernel(config: MoeConfig, backend: str | None = None) -> type[Moe
 
     `config.compute_capability` may be of another GPU; then installed packages are not checked.
     """
-    here = current_compute_capability()
-    if config.device_type == "cuda" and config.compute_capability == CPU:
-        config = replace(config, compute_capability=here)
-    is_here = config.device_type != "cuda" or config.compute_capability == here
-    capability = None if is_here else config.compute_capability
-    from_environment = os.environ.get(BACKEND_VARIABLE) if backend is None else None
-    try:
-        return MOE_BACKENDS.select(
-            config, explicit=backend or from_environment or None, compute_capability=capability
-        )
-    except NoImplementationError as error:
-        if from_environment:
-            raise NoImplementationError(f"{BACKEND_VARIABLE}: {error}") from None
-        raise
+    return MOE_BACKENDS.select_for(config, backend)
