@@ -136,8 +136,6 @@ class AttentionInputs:
     recent: RecentInputs | None = None
     split_off: bool = False
     """See `AttentionConfig.split_off`."""
-    store: Callable[[], None] | None = None
-    """Stores the step's tokens in the pages, at least one; None if they are there already."""
     _output: _Output = field(default_factory=_Output, init=False, repr=False)
 
     @property
@@ -190,7 +188,6 @@ class AttentionInputs:
             given_out=None,
             plans=part.plans,
             recent=None,
-            store=None,
         )
 
     @property
@@ -257,7 +254,7 @@ class SubBatch:
     def inputs_of(self, batch: AttentionInputs) -> AttentionInputs:
         """The inputs of these sequences; writes to new outputs unless they are the whole batch."""
         if self.rows is None:
-            return replace(batch, plans=self.plans, split_off=True, store=None)
+            return replace(batch, plans=self.plans, split_off=True)
         return replace(
             batch,
             query=batch.query[self.rows],
@@ -268,7 +265,6 @@ class SubBatch:
             lse=None if batch.lse is None else batch.lse[self.rows],
             plans=self.plans,
             split_off=True,
-            store=None,
         )
 
     def copy_results(self, part: AttentionInputs, batch: AttentionInputs) -> None:
@@ -289,8 +285,9 @@ class AttentionBackend(ABC):
     """Whether it reads K that went through a `KVTransform`."""
     takes_recent: ClassVar[bool] = False
     """Whether it reads recent tokens from `RecentInputs`."""
-    stores_tokens: ClassVar[bool] = False
-    """Whether `forward` calls `AttentionInputs.store`; otherwise that has been called before."""
+    overlaps_store: ClassVar[bool] = False
+    """Whether it has a `store_and_forward` of its own. Then it also takes recent tokens, and splits
+    nothing off."""
     takes_every_batch: ClassVar[bool] = False
     """Whether it runs both decode steps and prompts: `auto` requires it for batch invariance."""
 
@@ -313,6 +310,12 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """Fill `inputs.out`, and `inputs.lse` where it is not None."""
+
+    @classmethod
+    def store_and_forward(cls, inputs: AttentionInputs, store: Callable[[], None]) -> None:
+        """`forward`, once `store` has put the step's tokens, at least one, into the pages."""
+        store()
+        cls.forward(inputs)
 
 
 class GpuAttention(AttentionBackend):

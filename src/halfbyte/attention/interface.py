@@ -1,7 +1,6 @@
 """`paged_attention`: validates its arguments; `router` chooses the backend."""
 
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Literal, overload
 
@@ -168,25 +167,14 @@ def paged_attention(
         plans=AttentionPlans() if plans is None else plans,
         transform=transform,
         recent=recent,
-        store=_store(new, pages, layout, (k_scale, v_scale), transform),
     )
     _check(inputs)
-    run(inputs, backend)
+    store = None
+    if new is not None and len(new.slot_mapping):
+        store = partial(new.store, pages, layout, k_scale, v_scale, transform)
+    run(inputs, backend, store)
     result = inputs.copy_to_out()
     return result if inputs.lse is None else (result, inputs.lse)
-
-
-def _store(
-    new: NewTokens | None,
-    pages: torch.Tensor,
-    layout: PageLayout,
-    scales: tuple[float | torch.Tensor, float | torch.Tensor],
-    transform: KVTransform | None,
-) -> Callable[[], None] | None:
-    """`AttentionInputs.store`."""
-    if new is None or not len(new.slot_mapping):
-        return None
-    return partial(new.store, pages, layout, *scales, transform)
 
 
 def _window(window: int | None, max_tokens: int) -> int | None:

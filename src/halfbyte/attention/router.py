@@ -17,6 +17,7 @@ Why the batch is not split before the first selection:
 The first selection is cached for all layers of a step.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -24,11 +25,22 @@ from halfbyte.attention.base import AttentionBackend, AttentionConfig, Attention
 from halfbyte.attention.registry import ATTENTION_BACKENDS
 
 
-def run(inputs: AttentionInputs, backend: str | None = None) -> None:
-    """Run validated work on the named backend, or on the best one."""
+def run(
+    inputs: AttentionInputs,
+    backend: str | None = None,
+    store: Callable[[], None] | None = None,
+) -> None:
+    """Run validated work on the named backend, or on the best one.
+
+    Args:
+        store: stores the step's tokens in the pages, at least one; None if they are there already.
+    """
     chosen = _select(inputs, backend)
-    if inputs.store is not None and not chosen.stores_tokens:
-        inputs.store()
+    if store is not None and chosen.overlaps_store:
+        chosen.store_and_forward(inputs, store)
+        return
+    if store is not None:
+        store()
     if inputs.recent is None or chosen.takes_recent:
         run_on(chosen, inputs)
         return

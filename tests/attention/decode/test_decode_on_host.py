@@ -335,14 +335,13 @@ def attend(step: Step, case: Case, stores: bool = False) -> tuple[torch.Tensor, 
         given_out=out,
         lse=lse,
         plans=AttentionPlans(),
-        store=(lambda: launched.append(("store", None))) if stores else None,
         **options | {"block_tables": moved(case.block_tables)},
     )
     with (
         on_host(step, attention=True, late=late) as launched,
         patch.object(torch, "empty", empty),
     ):
-        cuda.run(inputs)
+        cuda.run(inputs, store=(lambda: launched.append(("store", None))) if stores else None)
     if stores:
         assert [name for name, _ in launched][:3] == ["plan_work", "store", "decode"]
     assert memory[:, heads:].isnan().all()

@@ -1,6 +1,7 @@
 """Decode attention in CUDA C++ for NVIDIA GPUs from SM80; reads packed pages directly."""
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from typing import ClassVar
 
@@ -81,7 +82,7 @@ class CudaAttention(GpuAttention):
     purpose: ClassVar[str] = "reads packed pages, for decoding"
     takes_transforms: ClassVar[bool] = True
     takes_recent: ClassVar[bool] = True
-    stores_tokens: ClassVar[bool] = True
+    overlaps_store: ClassVar[bool] = True
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
@@ -113,8 +114,14 @@ class CudaAttention(GpuAttention):
         """See `AttentionBackend.forward`."""
         if inputs.query.shape[0]:
             run(inputs)
-        elif inputs.store is not None:
-            inputs.store()
+
+    @classmethod
+    def store_and_forward(cls, inputs: AttentionInputs, store: Callable[[], None]) -> None:
+        """The kernel starts before `store` has ended."""
+        if inputs.query.shape[0]:
+            run(inputs, store=store)
+        else:
+            store()
 
 
 def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -123,12 +130,17 @@ def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tenso
     return torch.full((), scale, dtype=torch.float32, device=device)
 
 
-def run(inputs: AttentionInputs, plan: DecodePlan | None = None) -> None:
+def run(
+    inputs: AttentionInputs,
+    plan: DecodePlan | None = None,
+    store: Callable[[], None] | None = None,
+) -> None:
     """Fill `inputs.out`, and `inputs.lse` where it is not None. Does not sync the GPU.
 
     Args:
         inputs: of `paged_attention`, checked, all on one GPU.
         plan: `make_plan` of the same work; by default taken from `inputs.plans`.
+        store: stores the step's tokens, at least one; None if they are in the pages.
 
     Raises:
         ValueError: pages that are not aligned to 16 bytes, or 4 GiB apart.
@@ -167,7 +179,7 @@ def run(inputs: AttentionInputs, plan: DecodePlan | None = None) -> None:
         softmax_scale=inputs.scale,
         softcap=inputs.softcap or 0.0,
         window=inputs.packed.sliding_window or 0,
-        follows_store=int(inputs.store is not None),
+        follows_store=int(store is not None),
         output=_Output(
             out.data_ptr(),
             None if inputs.lse is None else inputs.lse.data_ptr(),
@@ -181,8 +193,8 @@ def run(inputs: AttentionInputs, plan: DecodePlan | None = None) -> None:
     if plan.variant.whole_pages:
         arguments.append(_pages_map(pages if len(pages) else plan.data[None], stride, layout))
     # Directly before the kernel, which relies on no other launch between them.
-    if inputs.store is not None:
-        inputs.store()
+    if store is not None:
+        store()
     nvrtc.launch(
         *(kernels["decode"], plan.slots, 32 * WARPS, arguments),
         overlap=True,
