@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from halfbyte.attention import AttentionPlans, paged_attention
-from halfbyte.attention.recent.fill import store_and_fill
+from halfbyte.attention.recent.rings import attend_with_rings
 from halfbyte.kvcache import (
     KVRecipe,
     KVScales,
@@ -16,7 +17,7 @@ from halfbyte.kvcache import (
 )
 from halfbyte.kvcache.identity import plan_identity
 from halfbyte.kvcache.layer import LayerQuantization
-from halfbyte.kvcache.recent import RecentInputs, RecentTokens
+from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.kvcache.recent_step import LayerPages, RecentStep
 from halfbyte.kvcache.transform import KVTransform
 
@@ -221,28 +222,16 @@ class PagedBatch:
         pages, layout = self.pool.layer_pages(layer), self.pool.layout(layer)
         k_scale, v_scale = self.quantization.scales[layer]
         transform = self.quantization.transforms[layer]
-        slots = self.slot_mapping[group]
-        pair = None if self.recent is None else self.recent.tokens[layer]
-        step = None if self.recent is None else self.recent.step
-        rings = None if pair is None or step is None else step.slots_in(pair)
-        # Prompt tokens overwrite ring entries that the prompt's own queries read: write them after.
-        early = step is not None and step.write_first
-        new: NewTokens | None = NewTokens(
-            key, value, slots, self.positions, rings if early else None
-        )
-        recent = None
-        if self.recent is not None and pair is not None and step is not None:
-            tables = self.block_tables[group]
-            packed = LayerPages(pages, layout, tables, k_scale, v_scale, transform)
-            new = store_and_fill(step, pair, packed, new, sliding_window)
-            recent = RecentInputs(self.recent.tokens.tokens, *pair, step.entries, key, value)
-        result = paged_attention(
+        tables = self.block_tables[group]
+        new = NewTokens(key, value, self.slot_mapping[group], self.positions)
+        attend = partial(
+            paged_attention,
             query,
             pages,
             layout=layout,
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
-            block_tables=self.block_tables[group],
+            block_tables=tables,
             scale=scale,
             k_scale=k_scale,
             v_scale=v_scale,
@@ -253,12 +242,19 @@ class PagedBatch:
             backend=self.backend,
             plans=self.plans,
             transform=transform,
-            recent=recent,
-            new=new,
         )
-        if self.recent is not None:
-            if rings is not None and not early:
-                rings.write(key, value)
-            if len(self.layers_run) == self.pool.plan.num_layers:
-                self.recent.end()
+        recent = self.recent
+        if recent is None:
+            return attend(new=new)
+        rings, step = recent.tokens[layer], recent.step
+        if rings is None or step is None:
+            result = attend(new=new)
+        else:
+            packed = LayerPages(pages, layout, tables, k_scale, v_scale, transform)
+            ring_tokens = recent.tokens.tokens
+            result = attend_with_rings(
+                attend, step, rings, ring_tokens, packed, new, sliding_window
+            )
+        if len(self.layers_run) == self.pool.plan.num_layers:
+            recent.end()
         return result

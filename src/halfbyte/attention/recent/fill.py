@@ -5,7 +5,6 @@ import torch
 from halfbyte.attention.prefill.key_ranges import KeyRanges, unknown_to_unpack
 from halfbyte.dispatch import is_installed
 from halfbyte.kvcache.recent_step import LayerPages, RecentStep
-from halfbyte.kvcache.store import NewTokens
 from halfbyte.layouts import PageLayout
 
 Rings = tuple[torch.Tensor, torch.Tensor]
@@ -29,30 +28,6 @@ def fill_rings(
         unpack_into_rings(step, rings, packed, window)
     else:
         step.fill(rings, packed, window)
-
-
-def store_and_fill(
-    step: RecentStep,
-    rings: Rings,
-    packed: LayerPages,
-    new: NewTokens | None,
-    window: int | None = None,
-) -> NewTokens | None:
-    """`fill_rings`, after the step's tokens are stored: a sequence's prefix may be among them.
-
-    Args:
-        step, rings, packed, window: as for `fill_rings`.
-        new: the step's tokens, if they are still to be stored.
-
-    Returns:
-        `new` if nothing had to be filled, so that attention can store them; else None.
-    """
-    if not step.missing:
-        return new
-    if new is not None:
-        new.store(packed.pages, packed.layout, packed.k_scale, packed.v_scale, packed.transform)
-    fill_rings(step, rings, packed, window)
-    return None
 
 
 def _can_unpack(layout: PageLayout, dtype: torch.dtype) -> bool:

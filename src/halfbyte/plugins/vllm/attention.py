@@ -1,6 +1,6 @@
 """Attention of a layer: quantizes K and V into pages, attends to the packed pages."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +12,10 @@ from vllm.distributed import (
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from halfbyte.attention import paged_attention
-from halfbyte.attention.recent.fill import store_and_fill
+from halfbyte.attention.recent.rings import attend_with_rings
 from halfbyte.kvcache import KVScales, NewTokens
 from halfbyte.kvcache.layer import LayerQuantization
-from halfbyte.kvcache.recent import RecentInputs
-from halfbyte.kvcache.recent_step import LayerPages, RecentStep
+from halfbyte.kvcache.recent_step import LayerPages
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
@@ -227,18 +226,9 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             raise NotImplementedError("halfbyte: quantized attention output is not supported")
         tokens = attn_metadata.num_actual_tokens
         pages, layout = self._pages(layer, kv_cache)
-        step = None if self.rings is None else attn_metadata.recent_step()
-        new = self._new_tokens(key, value, attn_metadata, step)
-        recent: RecentInputs | None = None
-        if self.rings is not None and step is not None:
-            packed = LayerPages(
-                *(pages, layout, attn_metadata.block_tables),
-                *(self.k_scale, self.v_scale, self.transform),
-            )
-            new = store_and_fill(step, self.rings, packed, new, self.sliding_window)
-            own = key[: step.num_tokens], value[: step.num_tokens]
-            recent = RecentInputs(self.recent_tokens, *self.rings, step.entries, *own)
-        paged_attention(
+        new = self._new_tokens(key, value, attn_metadata)
+        attend = partial(
+            paged_attention,
             query[:tokens],
             pages,
             layout=layout,
@@ -255,11 +245,18 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             out=output[:tokens],
             plans=attn_metadata.current_plans(),
             transform=self.transform,
-            recent=recent,
-            new=new,
         )
-        if self.rings is not None and step is not None and not step.write_first:
-            step.slots_in(self.rings).write(key, value)
+        step = None if self.rings is None else attn_metadata.recent_step()
+        if self.rings is None or step is None or new is None:
+            attend(new=new)
+            return output
+        packed = LayerPages(
+            *(pages, layout, attn_metadata.block_tables),
+            *(self.k_scale, self.v_scale, self.transform),
+        )
+        attend_with_rings(
+            attend, step, self.rings, self.recent_tokens, packed, new, self.sliding_window
+        )
         return output
 
     def _new_tokens(
@@ -267,7 +264,6 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: HalfbyteMetadata,
-        step: RecentStep | None,
     ) -> NewTokens | None:
         """The step's tokens with their slots; None if another layer's cache is shared."""
         if self.kv_sharing_target_layer_name is not None:
@@ -277,10 +273,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             return NewTokens(key, value, slot_mapping)
         # Padding slots have no position.
         positions = metadata.queries().positions
-        new = NewTokens(key, value, slot_mapping[: positions.shape[0]], positions)
-        if self.rings is None or step is None or not step.write_first:
-            return new
-        return new._replace(recent=step.slots_in(self.rings))
+        return NewTokens(key, value, slot_mapping[: positions.shape[0]], positions)
 
     def _pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, PageLayout]:
         if not self._has_scales:
