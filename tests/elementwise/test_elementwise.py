@@ -141,6 +141,43 @@ def test_operators_on_a_cpu(dtype: torch.dtype) -> None:
         torch.testing.assert_close(silu_and_mul(x), F.silu(x[..., :32]) * x[..., 32:])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_results_are_contiguous(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 3, 60).to(dtype).transpose(0, 1)
+    weight = torch.randn(60).to(dtype)
+    torch.library.opcheck(rms_norm, (x, weight, 1e-5))
+    torch.library.opcheck(add_rms_norm, (x, x, weight, 1e-5))
+    torch.library.opcheck(silu_and_mul, (x,))
+    for result in (rms_norm(x, weight, 1e-5), *add_rms_norm(x, x, weight, 1e-5), silu_and_mul(x)):
+        assert result.is_contiguous()
+
+
+def test_a_weight_that_is_not_aligned_is_copied() -> None:
+    weight = torch.randn(65).bfloat16()[1:]
+    rows = ops._rows(weight[None])
+    assert weight.data_ptr() % 16
+    assert not rows.data_ptr() % 16
+    assert torch.equal(rows[0], weight)
+
+
+def test_tensors_must_fit() -> None:
+    x, weight = torch.randn(3, 64), torch.ones(64)
+    positions, query, key, table, *rest = rotary_arguments("llama", torch.float32)
+    for call, arguments, message in (
+        (rms_norm, (x, weight[:63], 1e-5), r"weight: expected \[64\] on cpu, got \[63\]"),
+        (add_rms_norm, (x, x[:1], weight, 1e-5), r"residual: expected \[3, 64\] on cpu, got \[1,"),
+        (silu_and_mul, (x[:, 1:],), "x: expected an even number of channels, got 63"),
+        (rotary_embedding, (positions.int(), query, key, table, *rest), "expected int64"),
+        (rotary_embedding, (positions[None], query, key, table, *rest), "positions: expected"),
+        (rotary_embedding, (positions, query, key[1:], table, *rest), "key: expected"),
+        (rotary_embedding, (positions, query, key.view(7, 8, 128), table, *rest), "key: expected"),
+        (rotary_embedding, (positions, query, key[:, 1:], table, *rest), "key: expected heads"),
+        (rotary_embedding, (positions, query, key, table[:, :3], *rest), "table: expected up to"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(*arguments)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 64, 1000])

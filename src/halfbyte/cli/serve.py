@@ -81,6 +81,12 @@ def serve(
             help="4-bit experts on halfbyte's kernels: auto (on CPUs and SM90), on or off."
         ),
     ] = None,
+    elementwise: Annotated[
+        str | None,
+        typer.Option(
+            help="Norms, activation and RoPE on halfbyte's kernels (on SM90): auto, on or off."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model with vLLM on halfbyte's KV cache, with an OpenAI-compatible API.
 
@@ -113,6 +119,7 @@ def serve(
             "kv_recipe": kv_recipe,
             "linear": linear,
             "moe": moe,
+            "elementwise": elementwise,
         },
     )
     if plan.is_ours:

@@ -65,7 +65,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     """`x` as rows of one stride, aligned to 16 bytes; a copy if necessary."""
     x = x.flatten(0, -2)
     if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
-        return x.contiguous()
+        return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
@@ -90,7 +90,7 @@ def normalize(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty_like(out)
     added = None if residual is None else _rows(residual)
-    weight = weight.contiguous()
+    weight = _rows(weight[None])
     threads = min(_MAX_THREADS, -(-(size // 8) // 32) * 32)
     params = _NormParams(
         x=rows.data_ptr(),
@@ -162,11 +162,19 @@ def rotate(
     return outs[0], outs[1]
 
 
+def _expect(name: str, x: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> None:
+    """Raise ValueError for another shape, or another device than that of `like`."""
+    if tuple(x.shape) != shape or x.device != like.device:
+        raise ValueError(
+            f"{name}: expected {list(shape)} on {like.device}, got {list(x.shape)} on {x.device}"
+        )
+
+
 def _normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * weight.float()
 
 
-@_operator("rms_norm", lambda x, weight, epsilon: torch.empty_like(x))
+@_operator("rms_norm", lambda x, weight, epsilon: x.new_empty(x.shape))
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + epsilon) * weight` over the last dimension.
 
@@ -174,7 +182,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         x: float `[..., n]`.
         weight: `[n]`.
         epsilon: added to the mean of squares.
+
+    Raises:
+        ValueError: tensors that do not fit each other.
     """
+    _expect("weight", weight, x.shape[-1:], x)
     if _suits(x) and weight.dtype == x.dtype:
         return normalize(x, None, weight, epsilon)[0]
     return _normalized(x.float(), weight, epsilon).to(x.dtype).contiguous()
@@ -193,7 +205,12 @@ def add_rms_norm(
         x, residual: float `[..., n]` of one dtype.
         weight: `[n]`.
         epsilon: added to the mean of squares.
+
+    Raises:
+        ValueError: tensors that do not fit each other.
     """
+    _expect("weight", weight, x.shape[-1:], x)
+    _expect("residual", residual, x.shape, x)
     if _suits(x) and weight.dtype == residual.dtype == x.dtype:
         out, total = normalize(x, residual, weight, epsilon)
         assert total is not None
@@ -209,11 +226,16 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: float `[..., 2 n]`.
+
+    Raises:
+        ValueError: an odd number of channels.
     """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x: expected an even number of channels, got {x.shape[-1]}")
     if _suits(x) and x.shape[-1] % 16 == 0:
         return gate(x)
     first, second = x.float().chunk(2, dim=-1)
-    return (F.silu(first) * second).to(x.dtype)
+    return (F.silu(first) * second).to(x.dtype).contiguous()
 
 
 @_operator(
@@ -240,15 +262,30 @@ def rotary_embedding(
             channels of a head are rotated.
         head_size: of query and key.
         interleaved: whether pairs are neighbours; else pair i is channels i and i + r / 2.
+
+    Raises:
+        ValueError: tensors that do not fit each other.
     """
-    sizes = table.shape[1] % 8 == 0 and head_size % 8 == 0
-    if _suits(query) and key.dtype == table.dtype == query.dtype and sizes:
+    tokens, rotary = len(positions), table.shape[-1]
+    _expect("positions", positions, (tokens,), query)
+    _expect("table", table, (len(table), rotary), query)
+    for name, x in (("query", query), ("key", key)):
+        _expect(name, x, (tokens, x.shape[-1]), query)
+        if x.shape[-1] % head_size:
+            raise ValueError(f"{name}: expected heads of {head_size}, got {x.shape[-1]} channels")
+    if rotary % 2 or rotary > head_size:
+        raise ValueError(f"table: expected up to {head_size} columns, an even number, got {rotary}")
+    if positions.dtype != torch.int64:
+        raise ValueError(f"positions: expected int64, got {positions.dtype}")
+    sizes = rotary % 8 == 0 and head_size % 8 == 0
+    threads = (query.numel() + key.numel()) // 4
+    if _suits(query) and key.dtype == table.dtype == query.dtype and sizes and threads < 2**32:
         return rotate(positions, query, key, table, head_size, interleaved)
-    cosines, sines = table[positions.flatten()].float()[:, None].chunk(2, dim=-1)
+    cosines, sines = table[positions].float()[:, None].chunk(2, dim=-1)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         heads = x.float().unflatten(-1, (-1, head_size))
-        turning, rest = heads[..., : table.shape[1]], heads[..., table.shape[1] :]
+        turning, rest = heads[..., :rotary], heads[..., rotary:]
         if interleaved:
             a, b = turning[..., ::2], turning[..., 1::2]
         else:

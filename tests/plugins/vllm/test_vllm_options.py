@@ -29,6 +29,7 @@ GIVEN: dict[str, Any] = {
     "v_dtype": "nvfp4",
     "linear": "off",
     "moe": "on",
+    "elementwise": "off",
 }
 
 
@@ -37,6 +38,7 @@ def test_options_are_read() -> None:
     for yaml, said in ((True, "on"), (False, "off")):
         assert Options.parse({"halfbyte": {"linear": yaml}}).linear == said
         assert Options.parse({"halfbyte": {"moe": yaml}}).moe == said
+        assert Options.parse({"halfbyte": {"elementwise": yaml}}).elementwise == said
     for nothing in ({}, None, {"other": 1}, {"halfbyte": None}, {"halfbyte": {}}, object()):
         assert Options.parse(nothing) == Options()
 
@@ -54,6 +56,7 @@ def test_options_are_read() -> None:
         ({"v_dtype": ["nvfp4"]}, r"halfbyte.v_dtype: expected one of auto, .*, got \['nvfp4'\]"),
         ({"linear": 1}, "halfbyte.linear: expected one of auto, on, off, got 1"),
         ({"moe": "yes"}, "halfbyte.moe: expected one of auto, on, off, got 'yes'"),
+        ({"elementwise": []}, r"halfbyte.elementwise: expected one of auto, on, off, got \[\]"),
     ],
     ids=str,
 )

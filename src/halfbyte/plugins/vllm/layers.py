@@ -1,11 +1,13 @@
 """Norms, SwiGLU and rotary embedding of vLLM's models by `halfbyte.elementwise`.
 
-Registered as vLLM's out-of-tree layers, which take the place of classes of the same names. Layers
-of a run that does not use them do what vLLM's do.
+An instance of vLLM's layer gets another `forward_native` when it is created in a run that uses the
+kernels. vLLM's classes, their names and registries stay as they are.
 """
 
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,35 +16,58 @@ from halfbyte.after_import import after_import
 from halfbyte.elementwise import add_rms_norm, rms_norm, rotary_embedding, silu_and_mul
 from halfbyte.elementwise.ops import KERNEL_DTYPES
 from halfbyte.kernels.runtime.inductor import can_overlap
-from halfbyte.plugins.vllm.registry import uses_halfbyte
+from halfbyte.plugins.vllm.options import LastModel, Options
+from halfbyte.plugins.vllm.registry import uses_halfbyte, wants_kernels
 
 _LAYERS = "vllm.model_executor.layers."
-_ROTARY = "rotary_embedding"
-"""Package with the classes for rotary embeddings."""
 _MIN_NORM = 1024
-"""Min size of a norm: norms of single heads are many small rows, which Inductor joins with the
-rotary embedding after them."""
+"""Min size of a norm. Smaller ones are of single heads; Inductor joins them with the rotary
+embedding after them, so models that have such norms keep both."""
 
 
 def install() -> None:
-    """Register the layers once vLLM imports its own."""
-    after_import(f"{_LAYERS}layernorm", lambda module: _register(module.RMSNorm, _Norm))
-    after_import(f"{_LAYERS}activation", lambda module: _register(module.SiluAndMul, _Gate))
-    after_import(f"{_LAYERS}{_ROTARY}", _register_rotary)
+    """Extend the layers once vLLM imports them."""
+    after_import(f"{_LAYERS}layernorm", lambda module: _extend(module.RMSNorm, _norm))
+    after_import(f"{_LAYERS}activation", lambda module: _extend(module.SiluAndMul, _gate))
+    after_import(
+        f"{_LAYERS}rotary_embedding", lambda module: _extend(module.RotaryEmbedding, _rotate)
+    )
+
+
+@dataclass
+class _Model:
+    """What its layers share."""
+
+    has_head_norms: bool = False
 
 
 def wants_layers(vllm_config: Any) -> bool:
-    """Whether a run's layers use the kernels: on Hopper, with halfbyte's attention, on one GPU.
+    """Whether a run's layers use the kernels: on Hopper, with halfbyte's attention.
 
-    With several GPUs vLLM fuses norms with its all-reduce, which it finds by their operators.
+    `auto` is for what was timed, one GPU and dense models with weights in 16 bits or on halfbyte's
+    NVFP4 kernels. Elsewhere vLLM may fuse norms and activations with an all-reduce or with the
+    quantization of activations, which it finds by their operators.
     """
     from vllm.platforms import current_platform
 
+    choice = Options.parse(vllm_config.additional_config).elementwise
     capability = current_platform.get_device_capability()
-    if capability is None or not uses_halfbyte(vllm_config):
+    if choice == "off" or capability is None or not uses_halfbyte(vllm_config):
         return False
-    alone = vllm_config.parallel_config.tensor_parallel_size == 1
-    return alone and can_overlap(capability.to_int()) and not _batch_invariant()
+    if not can_overlap(capability.to_int()) or _batch_invariant():
+        return False
+    return choice == "on" or _was_timed(vllm_config)
+
+
+def _was_timed(vllm_config: Any) -> bool:
+    model = vllm_config.model_config
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        return False
+    if getattr(model, "is_moe", False) or getattr(model, "is_hybrid", False):
+        return False
+    if model.quantization is None:
+        return True
+    return model.is_nvfp4_quantized() and wants_kernels(vllm_config, "linear")
 
 
 def _batch_invariant() -> bool:
@@ -51,70 +76,77 @@ def _batch_invariant() -> bool:
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
-def _register(layer: Any, mixin: type) -> None:
-    """Register a subclass of a layer whose `forward_native` is a mixin's."""
+def _extend(layer: Any, forward: Callable[..., Any]) -> None:
+    """Let new instances of a layer, and of subclasses with its `forward_native`, use `forward`.
 
+    Args:
+        layer: a `CustomOp` of vLLM's.
+        forward: in place of `forward_native`, which it calls for what it does not support.
+    """
+    create = layer.__init__
+
+    @wraps(create)
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         from vllm.config import get_current_vllm_config
 
-        layer.__init__(self, *args, **kwargs)
-        self.uses_kernels = wants_layers(get_current_vllm_config())
+        create(self, *args, **kwargs)
+        if type(self).forward_native is not layer.forward_native:
+            return
+        config = get_current_vllm_config()
+        if not wants_layers(config):
+            return
+        model = _model_of(config)
+        if forward is _norm and self.hidden_size < _MIN_NORM:
+            model.has_head_norms = True
+            return
+        self.halfbyte_model = model
+        self.forward_native = MethodType(forward, self)
+        if not (self._enforce_enable or self.enabled()):
+            self._forward_method = self.forward_native
 
-    own = type(f"Halfbyte{layer.__name__}", (mixin, layer), {"__init__": begin})
-    layer.register_oot(own, name=layer.__name__)
-
-
-def _register_rotary(package: ModuleType) -> None:
-    base = package.RotaryEmbedding
-    _register(base, _Rotary)
-    for layer in _subclasses(base):
-        if layer.forward_native is base.forward_native:
-            _register(layer, _Rotary)
-
-
-def _subclasses(layer: Any) -> Iterator[Any]:
-    for found in layer.__subclasses__():
-        if found.__module__.startswith(_LAYERS):
-            yield found
-            yield from _subclasses(found)
+    layer.__init__ = begin
 
 
-class _Norm:
+def _model_of(vllm_config: Any) -> _Model:
+    """The object of the model that is being created."""
+    if LastModel.of_layers is None or LastModel.of_layers[0] is not vllm_config:
+        LastModel.of_layers = vllm_config, _Model()
+    model: _Model = LastModel.of_layers[1]
+    return model
+
+
+def _norm(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
     """`RMSNorm` with a weight for every channel."""
-
-    def forward_native(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        has_weight = self.pass_weight if residual is None else self.pass_weight_add
-        plain = has_weight and self.variance_size_override is None and x.shape[-1] >= _MIN_NORM
-        if not (self.uses_kernels and plain and _suits(x, self.weight)):
-            return super().forward_native(x, residual)  # type: ignore[misc]
-        if residual is None:
-            return rms_norm(x, self.weight.data, self.variance_epsilon)
-        return add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)
+    has_weight = layer.pass_weight if residual is None else layer.pass_weight_add
+    plain = has_weight and layer.variance_size_override is None
+    if not plain or not _suits(x, layer.weight):
+        return type(layer).forward_native(layer, x, residual)
+    if residual is None:
+        return rms_norm(x, layer.weight.data, layer.variance_epsilon)
+    return add_rms_norm(x, residual, layer.weight.data, layer.variance_epsilon)
 
 
-class _Gate:
+def _gate(layer: Any, x: torch.Tensor) -> Any:
     """`SiluAndMul`."""
-
-    def forward_native(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if self.uses_kernels and _suits(x) and x.shape[-1] % 16 == 0:
-            result: torch.Tensor = silu_and_mul(x)
-            return result
-        return super().forward_native(x)  # type: ignore[misc]
+    if not _suits(x) or x.shape[-1] % 16:
+        return type(layer).forward_native(x)
+    return silu_and_mul(x)
 
 
-class _Rotary:
-    """`RotaryEmbedding` and others that differ in their angles only."""
-
-    def forward_native(
-        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-    ) -> Any:
-        table, size = self.cos_sin_cache, self.head_size
-        fits = size % 8 == 0 and table.shape[1] % 8 == 0 and table.dtype == query.dtype
-        if not (self.uses_kernels and fits and key is not None and positions.dim() == 1):
-            return super().forward_native(positions, query, key)  # type: ignore[misc]
-        if query.dim() != 2 or not _suits(query, key):
-            return super().forward_native(positions, query, key)  # type: ignore[misc]
-        return rotary_embedding(positions, query, key, table, size, not self.is_neox_style)
+def _rotate(
+    layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> Any:
+    """`RotaryEmbedding`, and others that differ in their angles only."""
+    table, size = layer.cos_sin_cache, layer.head_size
+    fits = size % 8 == 0 and table.shape[1] % 8 == 0 and table.device == query.device
+    if (
+        not (fits and key is not None and _suits(query, key, table))
+        or (positions.dim(), query.dim(), key.dim()) != (1, 2, 2)
+        or positions.dtype != torch.int64
+        or layer.halfbyte_model.has_head_norms
+    ):
+        return type(layer).forward_native(layer, positions, query, key)
+    return rotary_embedding(positions, query, key, table, size, not layer.is_neox_style)
 
 
 def _suits(x: torch.Tensor, *others: torch.Tensor) -> bool:

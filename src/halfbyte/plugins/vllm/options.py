@@ -15,7 +15,8 @@ from halfbyte.layouts import KVCacheDType
 SECTION = "halfbyte"
 _CHOICES = ("auto", "on", "off")
 _OF_WEIGHTS = ("linear", "moe")
-"""Options with these choices, which do not need halfbyte's attention."""
+"""Options with these choices that do not need halfbyte's attention."""
+_WITH_CHOICES = (*_OF_WEIGHTS, "elementwise")
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 """vLLM's cache dtypes that halfbyte's attention supports."""
 NEWER_CACHE_DTYPES = ("nvfp4_4over6",)
@@ -67,6 +68,9 @@ class Options:
     """NVFP4 and MXFP4 experts on halfbyte's kernels: `auto` with halfbyte's attention on CPUs and
     SM90, `on` on all supported hardware, `off` never. Layers that these kernels do not support are
     left to vLLM with `auto`, and are an error with `on`."""
+    elementwise: str = "auto"
+    """Norms, SwiGLU and rotary embedding on halfbyte's kernels, on Hopper with halfbyte's
+    attention: `auto` for the runs of `layers.wants_layers`, `on` for all, `off` never."""
 
     def __post_init__(self) -> None:
         for name in ("kv_scales", "draft_kv_scales"):
@@ -79,7 +83,7 @@ class Options:
                 raise _not_among(name, _SIDE_DTYPES, value)
         if self.kv_recipe is not None and self.kv_recipe not in tuple(RECIPES):  # may be unhashable
             raise _not_among("kv_recipe", RECIPES, self.kv_recipe)
-        for name in _OF_WEIGHTS:
+        for name in _WITH_CHOICES:
             if getattr(self, name) not in _CHOICES:
                 raise _not_among(name, _CHOICES, getattr(self, name))
 
@@ -125,7 +129,7 @@ class Options:
                 f"additional_config.{SECTION}: unknown option {names}; expected {', '.join(known)}"
             )
         fields_given = dict(section)
-        for name in _OF_WEIGHTS:
+        for name in _WITH_CHOICES:
             if isinstance(choice := section.get(name), bool):  # YAML's on and off
                 fields_given[name] = "on" if choice else "off"
         return cls(**fields_given)
@@ -157,5 +161,7 @@ class LastModel:
     """vLLM's configuration of the model for which the reason has been logged."""
     logged: Any = None
     """vLLM's configuration of the last model whose cache was logged."""
+    of_layers: tuple[Any, Any] | None = None
+    """vLLM's configuration of the last model with layers of `layers`, and what they share."""
     with_scales: Any = None
     """vLLM's configuration of the last model for which scales were found."""
