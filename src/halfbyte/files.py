@@ -22,6 +22,18 @@ def shortened(text: str, length: int = _MAX_MESSAGE) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
 
 
+def check_checkpoint_name(name: str | Path) -> None:
+    """Raise ValueError for what is neither a checkpoint's folder nor may be a hub id; one line."""
+    folder, text = Path(name), str(name)
+    if os.path.isdir(folder):  # pathlib's raises for names that are too long
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{name}: the folder has no config.json")
+    elif os.path.exists(folder):
+        raise ValueError(f"{name}: is a file, expected the folder of a checkpoint")
+    elif folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
+        raise ValueError(f"{name}: no such folder")
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 

@@ -10,14 +10,16 @@ import typer
 from rich.table import Table
 
 from halfbyte.cli.console import out, progress_bar, quiet_libraries
-from halfbyte.cli.options import DType, Verbose, given_path, named
+from halfbyte.cli.options import DType, Verbose, checkpoint, given_path
 
 if TYPE_CHECKING:
     from halfbyte.kvcache import KVScales
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Folder or hub id of a checkpoint.", callback=named)],
+    model: Annotated[
+        str, typer.Argument(help="Folder or hub id of a checkpoint.", callback=checkpoint)
+    ],
     text: Annotated[
         Path | None,
         typer.Option(

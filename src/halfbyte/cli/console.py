@@ -29,6 +29,12 @@ def is_verbose() -> bool:
     return _Chosen.verbose
 
 
+def choose_verbose(value: bool) -> bool:
+    """Set `is_verbose`, as the option's callback."""
+    _Chosen.verbose = value
+    return value
+
+
 def quiet_libraries(*, verbose: bool) -> None:
     """Silence other libraries' logs; halfbyte's own log goes to stderr."""
     from huggingface_hub.utils import logging as hub_logging
@@ -37,7 +43,6 @@ def quiet_libraries(*, verbose: bool) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
-    _Chosen.verbose = verbose
     logger = logging.getLogger("halfbyte")
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     # On this logger only: a root handler would print every library's log.

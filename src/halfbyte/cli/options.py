@@ -5,11 +5,22 @@ from typing import Annotated
 
 import typer
 
+from halfbyte.cli.console import choose_verbose
+from halfbyte.files import check_checkpoint_name
 
-def named(value: str | None) -> str | None:
-    """Reject an empty name, such as from an unset shell variable."""
-    if value is not None and not value.strip():
+
+def checkpoint(value: str | None) -> str | None:
+    """A checkpoint's name, checked before PyTorch is loaded, which takes seconds.
+
+    Raises:
+        typer.BadParameter: an empty name, such as from an unset shell variable.
+        ValueError: as `check_checkpoint_name`.
+    """
+    if value is None:
+        return None
+    if not value.strip():
         raise typer.BadParameter("expected a folder or hub id, got an empty name")
+    check_checkpoint_name(value)
     return value
 
 
@@ -23,7 +34,7 @@ def given_path(text: str) -> Path:
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Folder or hub id of a checkpoint; by default the bundled model.", callback=named
+        help="Folder or hub id of a checkpoint; by default the bundled model.", callback=checkpoint
     ),
 ]
 DType = Annotated[
@@ -54,4 +65,13 @@ QuantizeActivations = Annotated[
         "products; by default only with them."
     ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also log choices and progress.")]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        *("--verbose", "-v"),
+        help="Also log choices and progress.",
+        # Before other options are checked, which may raise errors.
+        is_eager=True,
+        callback=choose_verbose,
+    ),
+]

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from halfbyte.cli.console import out, progress_bar, quiet_libraries
-from halfbyte.cli.options import Verbose, given_path, named
+from halfbyte.cli.options import Verbose, checkpoint, given_path
 
 if TYPE_CHECKING:
     from halfbyte.quantization import QuantizationReport
@@ -31,7 +31,7 @@ _GIGABYTE = 1e9
 def quantize(
     source: Annotated[
         str,
-        typer.Argument(help="Folder or hub id of the checkpoint to quantize.", callback=named),
+        typer.Argument(help="Folder or hub id of the checkpoint to quantize.", callback=checkpoint),
     ],
     destination: Annotated[
         Path, typer.Argument(parser=given_path, metavar="PATH", help="Folder to write.")

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from halfbyte.checkpoints.dialects.registry import read_config
 from halfbyte.checkpoints.errors import CheckpointError, one_line
+from halfbyte.files import check_checkpoint_name
 from halfbyte.kvcache.scales import shape_of_model
 from halfbyte.models.architectures import UnsupportedModelError, check_model_type
 from halfbyte.models.config_fields import check_fields
@@ -98,21 +99,18 @@ def local_folder(
     Raises:
         ModelLoadError: no such folder, or one without config.json; a hub id that cannot be fetched.
     """
-    folder, text = Path(path), str(path)
-    if os.path.isdir(folder):  # pathlib's raises for names that are too long
-        if not (folder / "config.json").is_file():
-            raise ModelLoadError(f"{path}: the folder has no config.json")
-        return folder
-    if os.path.exists(folder):
-        raise ModelLoadError(f"{path}: is a file, expected the folder of a checkpoint")
-    if folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
-        raise ModelLoadError(f"{path}: no such folder")
+    try:
+        check_checkpoint_name(path)
+    except ValueError as error:
+        raise ModelLoadError(str(error)) from None
+    if os.path.isdir(path):
+        return Path(path)
     what = f"{path}: no such folder; on the hub"
     return Path(
         or_load_error(
             what,
             snapshot_download,
-            text,
+            str(path),
             revision=revision,
             cache_dir=cache_dir,
             allow_patterns=_SNAPSHOT_FILES,
