@@ -150,7 +150,7 @@ def _comes_first(folder: Path, *, is_kept: bool) -> str | None:
 def _check_writable(path: Path, *, is_kept: bool) -> None:
     """Raise ValueError or OSError before calibrating if the file cannot be written."""
     from halfbyte.files import make_private
-    from halfbyte.kvcache.scales import check_calibration_file
+    from halfbyte.kvcache.calibration_file import check_sibling
 
     if is_kept:
         make_private(path.parent)
@@ -162,7 +162,7 @@ def _check_writable(path: Path, *, is_kept: bool) -> None:
         raise ValueError(f"out: {path.parent}: no such folder")
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"out: {path.parent}: cannot be written")
-    check_calibration_file(path)
+    check_sibling(path)
 
 
 def _table(scales: "KVScales") -> Table:

@@ -25,6 +25,12 @@ from torch import nn
 
 from halfbyte.files import read_json_object, replace_file, shortened
 from halfbyte.kvcache.calibration import KVCalibration
+from halfbyte.kvcache.calibration_file import (
+    check_sibling,
+    load_calibration,
+    remove_calibration,
+    sibling_of,
+)
 from halfbyte.kvcache.recipe import KVRecipe
 
 KV_SCALES_FILE = "kv_scales.json"
@@ -249,8 +255,8 @@ class KVScales:
     def save_file(self, path: str | Path) -> Path:
         """Write a file of scales atomically; returns its path.
 
-        A calibration is written first, to a file beside it (`calibration_file`). Scales without
-        one remove an earlier calibration there.
+        A calibration is written first, to a file beside it (`calibration_file.sibling_of`). Scales
+        without one remove an earlier calibration there.
 
         Raises:
             OSError: its folder is absent or cannot be written; `path` is a device, pipe or folder.
@@ -270,12 +276,12 @@ class KVScales:
         }
         if self.calibration is not None:
             data = self.calibration.to_bytes()
-            check_calibration_file(path)
-            replace_file(calibration_file(path), data)
+            check_sibling(path)
+            replace_file(sibling_of(path), data)
             fields["calibration"] = hashlib.sha256(data).hexdigest()
         replace_file(path, (json.dumps(fields, indent=2) + "\n").encode())
         if self.calibration is None:
-            _remove_calibration(path)
+            remove_calibration(path)
         return path
 
     @classmethod
@@ -303,7 +309,7 @@ class KVScales:
             if not all(isinstance(values, list) for values in amax):
                 raise ValueError("k_amax and v_amax are not lists")
             k_amax, v_amax = (tuple(map(_number, values)) for values in amax)
-            calibration = _load_calibration(Path(path), fields.get("calibration"))
+            calibration = load_calibration(Path(path), fields.get("calibration"))
             source = fields["source"]
             if not isinstance(source, str) or source != shortened(source):
                 raise ValueError("source is not a line of text")
@@ -334,58 +340,6 @@ def shape_of_model(config: object) -> dict[str, object]:
     if named["model_type"] is None:  # some configs have it as an attribute of the class
         named["model_type"] = getattr(config, "model_type", None)
     return {name: value for name, value in named.items() if isinstance(value, int | str)}
-
-
-def calibration_file(path: Path) -> Path:
-    """The sibling of a file of scales that has the calibration.
-
-    It is in the format of safetensors, but not named so: loaders take every such file in a model's
-    folder for weights.
-    """
-    return path.with_suffix(".calibration")
-
-
-def check_calibration_file(path: Path) -> None:
-    """Raise ValueError where a calibration beside a file of scales would replace something else."""
-    sibling = calibration_file(path)
-    if sibling == path:
-        raise ValueError(
-            f"{path}: expected a name such as *.json; *.calibration is the second file"
-        )
-    if sibling.exists():
-        try:
-            KVCalibration.from_bytes(sibling.read_bytes())
-        except ValueError:
-            raise ValueError(
-                f"{sibling}: exists and is not a calibration; move it, or write elsewhere"
-            ) from None
-
-
-def _remove_calibration(path: Path) -> None:
-    """Remove the calibration beside a file of scales; another file of that name stays."""
-    sibling = calibration_file(path)
-    if sibling == path or not sibling.is_file():
-        return
-    try:
-        KVCalibration.from_bytes(sibling.read_bytes())
-    except ValueError:
-        return
-    sibling.unlink()
-
-
-def _load_calibration(path: Path, sha256: object) -> KVCalibration | None:
-    """The calibration beside a file of scales that has its hash; None without a hash.
-
-    None also if the calibration's file does not exist, such as after copying only the scales: they
-    are valid without it, and recipes that need a calibration raise an error.
-    """
-    sibling = calibration_file(path)
-    if sha256 is None or not sibling.exists():
-        return None
-    data = sibling.read_bytes()
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise ValueError(f"{sibling.name} beside it has another SHA-256 than it names")
-    return KVCalibration.from_bytes(data)
 
 
 def _find_scale(module: nn.Module, name: str, projection: str, path: str) -> float | None:
