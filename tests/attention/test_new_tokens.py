@@ -8,6 +8,7 @@ import torch
 
 from attention.cases import Case, assert_close_to_exact, make_case
 from halfbyte.attention import AttentionPlans, paged_attention
+from halfbyte.elementwise import rotary_embedding
 from halfbyte.kvcache import NewTokens
 from halfbyte.kvcache.recent import RecentInputs, RingSlots
 
@@ -124,7 +125,8 @@ ON_GPU: dict[str, dict[str, Any]] = {
 def test_graphs_read_no_token_that_is_still_being_stored(name: str) -> None:
     """Layers of a captured step, whose new slots have NaN before every replay.
 
-    As in a model, layers get q, K and V in the same memory, which a kernel before the store writes.
+    As in a model, layers get q, K and V in memory that others use, too, and q and K come from a
+    kernel that lets the store start early: a rotary embedding, here by angles of 0.
     """
     case, new, pages = make_step(**ON_GPU[name])
     arguments = case.arguments("cuda")
@@ -136,27 +138,34 @@ def test_graphs_read_no_token_that_is_still_being_stored(name: str) -> None:
     positions = None if new.positions is None else new.positions.cuda()
     kept = None if recent is None else ring_places(case, new, recent.keys.shape[2])
     layers = [Layer.of(case, new, before, recent, seed) for seed in range(6)]
-    query, key, value = (torch.empty_like(x) for x in layers[0].inputs)
+    unrotated, first_key, value = (torch.empty_like(x) for x in layers[0].inputs)
+    size = case.layout.head_size
+    angles = torch.cat([torch.ones(1, size // 2), torch.zeros(1, size // 2)], dim=1).to(unrotated)
+    origin = torch.zeros(len(unrotated), dtype=torch.int64, device="cuda")
 
-    def tokens(layer: Layer) -> NewTokens:
+    def tokens(layer: Layer, key: torch.Tensor) -> NewTokens:
         ring = None if kept is None or layer.rings is None else RingSlots(*layer.rings, *kept)
         return NewTokens(key, value, slots, positions, ring)
 
-    def options(layer: Layer) -> dict[str, Any]:
+    def options(layer: Layer, key: torch.Tensor) -> dict[str, Any]:
         if layer.rings is None:
             return arguments
         own = RecentInputs(recent.tokens, *layer.rings, recent.entries, key, value)
         return {**arguments, "recent": own}
 
-    def set_inputs(layer: Layer) -> None:
-        for buffer, x in zip((query, key, value), layer.inputs, strict=True):
+    def query_and_key(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        for buffer, x in zip((unrotated, first_key, value), layer.inputs, strict=True):
             buffer.copy_(x)
+        rotated = rotary_embedding(
+            origin, unrotated.flatten(1), first_key.flatten(1), angles, size, False
+        )
+        return rotated[0].view_as(unrotated), rotated[1].view_as(first_key)
 
     expected = []
     for layer in layers:
-        set_inputs(layer)
-        more = options(layer)
-        tokens(layer).store(
+        query, key = query_and_key(layer)
+        more = options(layer, key)
+        tokens(layer, key).store(
             layer.pages, case.layout, more["k_scale"], more["v_scale"], more.get("transform")
         )
         out = paged_attention(query, layer.pages, backend="cuda", **more)
@@ -166,14 +175,14 @@ def test_graphs_read_no_token_that_is_still_being_stored(name: str) -> None:
     def run() -> None:
         plans = AttentionPlans()
         for layer in layers:
-            set_inputs(layer)
+            query, key = query_and_key(layer)
             paged_attention(
                 *(query, layer.pages),
-                new=tokens(layer),
+                new=tokens(layer, key),
                 out=layer.out,
                 plans=plans,
                 backend="cuda",
-                **options(layer),
+                **options(layer, key),
             )
 
     run()
