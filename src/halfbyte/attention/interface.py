@@ -109,12 +109,13 @@ def paged_attention(
             may follow, which pad a captured graph; their rows of the output are undefined.
         seq_lens: int32 `[sequences]`, tokens in the cache, the queries included. A sequence shorter
             than its queries (padding of a captured graph) leaves 0 in rows that attend to nothing.
-        block_tables: int32 `[sequences, max_pages]`, page numbers in order of tokens. Those of
-            pages before the window, of which nothing is attended to, must be numbers of pages, too.
+        block_tables: int32 `[sequences, max_pages]`, page numbers in order of tokens. Entries
+            before the window are not attended to, but must still be valid page numbers.
         scale: multiplies the dot products, usually `head_size ** -0.5`.
         k_scale, v_scale: global scales, floats or float32 scalar tensors; formats without a
             global scale ignore them.
-        sliding_window: w attends to keys k with `q - k < w`; None for no window.
+        sliding_window: w: a query at position i attends to keys at positions j with `i - j < w`;
+            None for no window.
         sinks: `[heads]` learned logits that join every row's softmax denominator; finite, or -inf
             for heads that have none.
         softcap: scores become `softcap * tanh(score / softcap)`; from 1e-30 to 1e30, None or 0 for
@@ -128,8 +129,9 @@ def paged_attention(
         transform: how K was changed before it was packed; the one that it was stored with.
         recent: recent tokens in the model's dtype, read instead of those in the pages.
         new: tokens to store in the pages first, as `reshape_and_cache` does; by default all are
-            there. With `recent`, a kernel may read pages while these are stored: they must be those
-            of the queries, all of them, and in pages of no other sequence.
+            there. With `recent`, attention may start before the store has ended. So `new` must
+            hold exactly the tokens that `query` holds, and their slots must be in pages that no
+            other sequence of the batch reads.
 
     Returns:
         `[tokens, heads, head_size_v]` of the query's dtype; with `return_lse` a pair with float32

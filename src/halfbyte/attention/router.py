@@ -9,7 +9,7 @@ Why the batch is not split before the first selection:
   cannot capture it. Selection takes only what the host knows (`AttentionConfig`), so that only
   batches for `dense`, which reads lengths back for its plan anyway, pay for it.
 - Every backend but `dense` takes the whole batch, also if it was named, or chosen for batch
-  invariance: only the choice says whether there is anything to split.
+  invariance. So whether to split is known only after a backend is selected.
 - What to leave out depends on the chosen backend: for `dense` on its workspace and on the time to
   unpack a sequence's pages. Configs of the parts have `split_off` set, with which `dense` refuses
   them.

@@ -1,4 +1,5 @@
-"""PyTorch operators for the kernels; on other devices than GPUs the same in PyTorch.
+"""PyTorch operators: the kernels for tensors of 16 bits on a GPU with rows of a multiple of 8
+values, else the same in PyTorch.
 
 All compute in float32 and round every result once. For inference: there is no derivative.
 """

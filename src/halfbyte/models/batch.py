@@ -118,7 +118,7 @@ class RecentBatch:
         return self.tables.recent
 
     def end(self) -> None:
-        """Call after all layers have run: missing ring tokens have been filled in."""
+        """Record that the rings are complete; call after all layers have run."""
         for number, _, positions, _ in self.step.missing:
             self.tables.fill_recent(self.sequences[number], positions.start)
 

@@ -151,8 +151,9 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
 // store writes: the step's tokens in pages and rings. This kernel reads these from the step's K and V, unless a sequence
 // has more of them than there are recent ones. So it waits for the store at its end, before which it may not end.
 //
-// Without recent tokens it waits before the first tiles: other sequences may share pages that the store fills (a prefix of
-// two prompts of one step). With them, the sequences' rings have to be filled from such pages, so that those are stored before.
+// Without recent tokens it waits before the first tiles: other sequences may read pages that the store fills (two prompts
+// of one step may share a prefix). With recent tokens this cannot happen: a sequence whose prefix is written in this step
+// has a ring to fill, and then all tokens are stored before, with `follows_store` 0.
 #define WAITS_LAST (RECENT && RESTARTS)
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) {

@@ -461,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p M
   RingReader reader(ring, ring + OFF_READY);
 #endif
   prefetch_tables(p);
-  wait_for_previous();  // see decode.cu
+  wait_for_previous();  // for the store, too: this kernel does not overlap it
   allow_next();  // see decode.cu
   const PlanHeader header = p.plan.header();
   for (int x = blockIdx.x; x < header.units * KV_HEADS; x += gridDim.x) {

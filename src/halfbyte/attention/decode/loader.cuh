@@ -99,7 +99,8 @@ __device__ __forceinline__ Share share_of(const PlanHeader& header, const WorkIt
           item.first_tile + min(item.num_tiles, begin + header.span - start)};
 }
 
-// Loads work item `index`; whether it starts within the unit, after the unit's earlier ones.
+// Returns whether work item `index` begins in this unit, after earlier items, and loads it into `item`. False without a
+// load in the aligned layout, where a unit has one item, and past the last item.
 __device__ __forceinline__ bool next_item_in_unit(const Params& p, const PlanHeader& header, int index,
                                         int unit, WorkItem& item) {
   if (header.is_aligned() || index >= header.items) return false;

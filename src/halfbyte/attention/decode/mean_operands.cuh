@@ -151,8 +151,8 @@ struct PairedSums {
 };
 #endif
 
-// Sums of A B over k steps. If APART, products with lower parts have separate accumulators, so that no matmul waits for
-// another; 0 where registers do not suffice.
+// Sums of A B over k steps. If APART is 1, products with lower parts have separate accumulators, so that no matmul waits
+// for another; it is 0 where registers do not suffice.
 template <int APART>
 struct ProductSums {
   float of[1 + 2 * APART][4] = {};

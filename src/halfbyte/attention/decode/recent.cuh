@@ -292,7 +292,8 @@ __device__ __forceinline__ void prefetch_constant(const RecentRows& rows) {
   if (at < HEAD_SIZE_V) prefetch_l2(rows.constant_value() + at);
 }
 
-// Sums over these keys are in units of V; those over pages are in units of the stored V.
+// Until here the sums are of V itself. Tiles of pages add stored codes, so the sums are divided by V's global scale and the
+// unit of unpacked codes.
 __device__ __forceinline__ void to_stored_units(const Params& p, Sums& sums) {
   const float unit = 1.0f / ((V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT);
 #pragma unroll

@@ -2,15 +2,16 @@
 //
 // A work item is one sequence with one block of COLS query columns (heads of a KV head's group x query
 // tokens). Work items are laid out on a line of positions, where a position is a tile of TILE tokens.
-// The line is split into units of `span` positions. One warp processes one unit for one KV head.
+// The line is split into units of `span` positions. One warp (decode_wgmma.cu: one warpgroup) processes one unit for one
+// KV head.
 // Two layouts of the line:
 //
 //   aligned     every work item starts a new unit: no unit has two, an item's last unit may be short
 //   continuous  as in Stream-K: work items follow each other; a unit may hold the end of one and the next ones
 //
-// A work item's tiles come after `lead` positions, which stand for the time to start it (continuous layout only) and to
-// read its recent tokens. Aligned units of up to SHORT_SPAN tiles have none. A unit that has only such positions of a
-// work item does nothing for it.
+// A work item's tiles come after `lead` positions, which only stand for cost: the time to start it (continuous layout
+// only) and to read its recent tokens. Aligned units of up to SHORT_SPAN tiles have none. A unit that has lead positions
+// of a work item but none of its tiles computes nothing for it.
 //
 // Unit u's share of work item i is row u + i of the partial results. u and i only grow along the line,
 // so rows are unique, and the rows of a work item are contiguous.

@@ -6,10 +6,10 @@ blocks, whose results are merged by LSE; the last block holds the new tokens and
 
 cuDNN (SM90 and later) builds a kernel for every new shape, strides included, in about 50 ms. So
 block sizes and query counts are rounded up to a small set; padding queries, and the first rows of a
-causal square, are computed and discarded. With a recipe that reads the last R tokens from rings, a
-prompt has R keys fewer here, and its first R queries attend to nothing. They are left out, and if
-the prompt's size is in that set, what remains is not padded. On other GPUs, and for head sizes over
-128 except on SM90, PyTorch's FlashAttention is used.
+causal square, are computed and discarded. If a recipe reads the last R tokens from rings, there are
+R keys fewer here, and the first R queries of a prompt have no keys and are skipped. If the whole
+prompt's length is in that set, the shortened prompt is not padded. On other GPUs, and for head
+sizes over 128 except on SM90, PyTorch's FlashAttention is used.
 
 halfbyte's own kernel (`chunks.py`) takes sequences longer than their window, soft-caps, K and V
 of different head sizes, small heads, and shorter prompts.

@@ -22,13 +22,14 @@ ROWS_HELD = MAX_PARTS + 4
 """Peak memory per query row, in multiples of a row of the output in 16 bits: two merged results in
 float32 (4), the other parts (3), and the query (1)."""
 MIN_QUERIES = 512
-"""Min new tokens of a sequence for PyTorch's attention (measured with cuDNN). It is also slower for
-heads below `MIN_HEAD_SIZE` and fewer than `MIN_PAIRS` (query, visible key) pairs."""
+"""Min new tokens of a sequence for PyTorch's attention (measured with cuDNN), unless nothing has to
+be padded. It is not used for heads below `MIN_HEAD_SIZE` either, nor for fewer than `MIN_PAIRS`
+(query, visible key) pairs."""
 MIN_HEAD_SIZE = 80
 MIN_PAIRS = 2**21
 PAIRS_PER_TOKEN = 1300
-"""Added to a sequence's pairs for every new token, if nothing must be padded, before the comparison
-with `MIN_PAIRS`: PyTorch's attention takes less time per token than halfbyte's kernel."""
+"""A sequence without padding counts as its pairs plus this number for every new token when it is
+compared with `MIN_PAIRS`, because PyTorch's attention also takes less time per token."""
 MIN_CHUNK = 128
 """Min new tokens for which unpacking all keys of a sequence pays off, whatever their number."""
 MAX_KEYS_PER_QUERY = 64

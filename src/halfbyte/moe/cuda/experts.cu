@@ -135,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
   u8* const sums = rings + SPLIT * GROUPS * STAGES * ITEM_BYTES;
   const Routing routing(p.pairs, p.max_entries, sums + (SPLIT > 1 ? SPLIT * GROUPS * 2 * SUM_BYTES : 0));
 #if GATED
-  // All CTAs wait before the second product may start, so it may also read what was written before this kernel.
+  // Every CTA waits for the previous kernel before it lets the second product start. So that may also read results of
+  // kernels before this one.
   wait_for_previous();
   allow_next();
 #endif

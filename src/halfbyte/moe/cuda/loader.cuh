@@ -118,7 +118,8 @@ struct Loader {
     commit_copies();
   }
 
-  // Half of the warp has the even words of 16 rows, or 16 bytes instead, the other half the odd ones.
+  // Copies the block scales of 16 rows: lanes 0 to 15 the even units of a row each, lanes 16 to 31 the odd ones. A unit is
+  // 16 bytes for NVFP4 with rows of a multiple of 16 bytes of scales, else a word of 4 bytes.
   __device__ __forceinline__ void copy_scales(u32 to) const {
     const u8* from = scale + item * ITEM_SCALES;
     const int odd = threadIdx.x >> 4 & 1;

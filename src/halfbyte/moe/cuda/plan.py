@@ -56,11 +56,11 @@ large K: by times of 20 options for both products of Qwen3-30B-A3B and GPT-OSS-2
 (`benchmarks/results/moe_plans.json`)."""
 _MANY_COLUMNS, _LARGE_K = 8, 1024
 _UNIT_PARTS, _SHARED_UNIT_PARTS = 0.1, 0.8
-"""Fixed time of a unit, as a number of parts that take as long: if one warp has all of k, and if
-several warps split it."""
+"""Fixed time of a unit, in times of a part: if one warp has all of k, and if several warps split
+it."""
 _WAITING_WARPS = 4
-"""Time that a warp waits for memory, as a number of warps whose instructions take as long. From a
-fit to the same times: on average the plan with the least `ProductPlan.cost` takes 3 % longer than
+"""Latency of memory per round, in times of a warp's instructions. From a fit to the same times: on
+average the plan with the least `ProductPlan.cost` takes 3 % longer than
 the fastest option."""
 
 

@@ -59,7 +59,7 @@ class Options:
     v_dtype: str | None = None
     """Format of V, likewise."""
     kv_recipe: str | None = None
-    """Transforms of K and V before quantization to NVFP4, see `halfbyte.kvcache.KVRecipe`; for the
+    """How K and V are stored in NVFP4, see `halfbyte.kvcache.KVRecipe`; for the
     default see `recipes.resolve_options`."""
     linear: str = "auto"
     """NVFP4 linear layers on halfbyte's kernels: `auto` with halfbyte's attention on CPUs and

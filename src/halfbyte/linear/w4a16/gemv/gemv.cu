@@ -13,9 +13,9 @@
 //   x          is in shared memory for all warps (x.cuh), which start at different k.
 //   Split      A group of SPLIT CTAs shares a range of units: each CTA has a part of k of all of them.
 //              In a CTA, the items of a round of units are numbered unit after unit, and that sequence
-//              is cut into one segment per warp. If a segment starts within a unit and extends beyond
-//              it, the warp starts with the next unit and does the items of the first one last, so that
-//              more warps start at the first k of a unit.
+//              is cut into one segment per warp. A segment may begin in the middle of a
+//              unit and extend into the next one. Then the warp does the part in the next unit first,
+//              so that more warps start at k = 0 of a unit.
 //   Sums       of a unit are stored in shared memory and added (sums.cuh), warp after warp, then CTA
 //              after CTA: always in the same order. The order does not depend on M as long as the
 //              launcher keeps SPLIT, WARPS, GROUPS and ROUND_UNITS (batch invariance).

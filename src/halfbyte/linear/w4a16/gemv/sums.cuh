@@ -135,7 +135,7 @@ struct Line {
 
 // A fragment of a round's result.
 struct OutFragment {
-  int row, column;  // its first: the row counts from the CTA's first, the column from the pass's
+  int row, column;  // its first ones, relative to the CTA's first row and to the first token of this pass
   u32 address[SOURCES];
   int warps[SOURCES];
   float scale[2];  // of a lane's rows, g and g + 8
