@@ -27,7 +27,7 @@ embedding after them, so models that have such norms keep both."""
 
 def install() -> None:
     """Extend the layers once vLLM imports them."""
-    after_import(f"{_LAYERS}layernorm", lambda module: _extend(module.RMSNorm, _norm))
+    after_import(f"{_LAYERS}layernorm", lambda module: _extend(module.RMSNorm, _norm, _is_wide))
     after_import(f"{_LAYERS}activation", lambda module: _extend(module.SiluAndMul, _gate))
     after_import(
         f"{_LAYERS}rotary_embedding", lambda module: _extend(module.RotaryEmbedding, _rotate)
@@ -76,12 +76,17 @@ def _batch_invariant() -> bool:
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
-def _extend(layer: Any, forward: Callable[..., Any]) -> None:
+def _extend(
+    layer: Any,
+    forward: Callable[..., Any],
+    suits: Callable[[Any, _Model], bool] = lambda layer, model: True,
+) -> None:
     """Let new instances of a layer, and of subclasses with its `forward_native`, use `forward`.
 
     Args:
         layer: a `CustomOp` of vLLM's.
         forward: in place of `forward_native`, which it calls for what it does not support.
+        suits: whether an instance of a model may use it.
     """
     create = layer.__init__
 
@@ -93,13 +98,9 @@ def _extend(layer: Any, forward: Callable[..., Any]) -> None:
         if type(self).forward_native is not layer.forward_native:
             return
         config = get_current_vllm_config()
-        if not wants_layers(config):
+        if not wants_layers(config) or not suits(self, _model_of(config)):
             return
-        model = _model_of(config)
-        if forward is _norm and self.hidden_size < _MIN_NORM:
-            model.has_head_norms = True
-            return
-        self.halfbyte_model = model
+        self.halfbyte_model = _model_of(config)
         self.forward_native = MethodType(forward, self)
         if not (self._enforce_enable or self.enabled()):
             self._forward_method = self.forward_native
@@ -113,6 +114,12 @@ def _model_of(vllm_config: Any) -> _Model:
         LastModel.of_layers = vllm_config, _Model()
     model: _Model = LastModel.of_layers[1]
     return model
+
+
+def _is_wide(norm: Any, model: _Model) -> bool:
+    """Whether a norm is not of single heads, which the model then is known to have."""
+    model.has_head_norms |= norm.hidden_size < _MIN_NORM
+    return bool(norm.hidden_size >= _MIN_NORM)
 
 
 def _norm(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
