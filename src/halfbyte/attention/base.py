@@ -285,9 +285,6 @@ class AttentionBackend(ABC):
     """Whether it reads K that went through a `KVTransform`."""
     takes_recent: ClassVar[bool] = False
     """Whether it reads recent tokens from `RecentInputs`."""
-    overlaps_store: ClassVar[bool] = False
-    """Whether it has a `store_and_forward` of its own. Then it also takes recent tokens, and splits
-    nothing off."""
     takes_every_batch: ClassVar[bool] = False
     """Whether it runs both decode steps and prompts: `auto` requires it for batch invariance."""
 
@@ -311,12 +308,6 @@ class AttentionBackend(ABC):
     def forward(cls, inputs: AttentionInputs) -> None:
         """Fill `inputs.out`, and `inputs.lse` where it is not None."""
 
-    @classmethod
-    def store_and_forward(cls, inputs: AttentionInputs, store: Callable[[], None]) -> None:
-        """`forward`, once `store` has put the step's tokens, at least one, into the pages."""
-        store()
-        cls.forward(inputs)
-
 
 class GpuAttention(AttentionBackend):
     """A backend for NVIDIA GPUs from SM80 that needs a Python module."""
@@ -336,3 +327,15 @@ class GpuAttention(AttentionBackend):
             lambda: missing_module(cls.module, cls.module_source),
             cls.purpose,
         )
+
+
+class OverlapsStore(AttentionBackend):
+    """A backend that may start before a step's tokens are stored.
+
+    It also takes recent tokens, and splits nothing off.
+    """
+
+    @classmethod
+    @abstractmethod
+    def store_and_forward(cls, inputs: AttentionInputs, store: Callable[[], None]) -> None:
+        """`forward`, with a call of `store`, which puts at least one token into the pages."""

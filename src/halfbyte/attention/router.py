@@ -21,7 +21,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
+from halfbyte.attention.base import (
+    AttentionBackend,
+    AttentionConfig,
+    AttentionInputs,
+    OverlapsStore,
+)
 from halfbyte.attention.registry import ATTENTION_BACKENDS
 
 
@@ -36,7 +41,7 @@ def run(
         store: stores the step's tokens in the pages, at least one; None if they are there already.
     """
     chosen = _select(inputs, backend)
-    if store is not None and chosen.overlaps_store:
+    if store is not None and issubclass(chosen, OverlapsStore):
         chosen.store_and_forward(inputs, store)
         return
     if store is not None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kernels.runtime.parameters import aligned
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes that the kernels take."""
@@ -64,10 +65,7 @@ class _RotaryParams(ctypes.Structure):
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """`x` as rows of one stride, aligned to 16 bytes; a copy if necessary."""
-    x = x.flatten(0, -2)
-    if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+    return aligned(x.flatten(0, -2))
 
 
 def _suits(x: torch.Tensor) -> bool:
@@ -135,7 +133,7 @@ def rotate(
     outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
     rotary, tokens = table.shape[1], len(queries)
     heads, kv_heads = (x.shape[-1] // head_size for x in (query, key))
-    positions, table = positions.flatten().contiguous(), table.contiguous()
+    positions, table = positions.contiguous(), aligned(table.contiguous())
     params = _RotaryParams(
         query=queries.data_ptr(),
         key=keys.data_ptr(),

@@ -7,7 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
+from halfbyte.attention.base import (
+    AttentionConfig,
+    AttentionInputs,
+    GpuAttention,
+    OverlapsStore,
+)
 from halfbyte.attention.decode.plan import MERGE_THREADS, DecodePlan, PlanView, plan_of, slice_ctas
 from halfbyte.attention.decode.recipe import RecipeParams, RecipeVariant, bind_recipe
 from halfbyte.attention.decode.variant import (
@@ -73,7 +78,7 @@ class _MergeParams(ctypes.Structure):
     )
 
 
-class CudaAttention(GpuAttention):
+class CudaAttention(GpuAttention, OverlapsStore):
     """`run`; compiled at first use with NVRTC."""
 
     name: ClassVar[str] = "cuda"
@@ -82,7 +87,6 @@ class CudaAttention(GpuAttention):
     purpose: ClassVar[str] = "reads packed pages, for decoding"
     takes_transforms: ClassVar[bool] = True
     takes_recent: ClassVar[bool] = True
-    overlaps_store: ClassVar[bool] = True
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:

@@ -33,12 +33,11 @@ def attend_with_rings(
         window: of the layer's attention.
     """
     slots = step.slots_in(rings)
-    unstored: NewTokens | None = new._replace(recent=slots) if step.write_first else new
+    whole = new._replace(recent=slots) if step.write_first else new
+    unstored: NewTokens | None = whole
     if step.missing:
         # What a ring lacks may be among the step's tokens: two prompts may share a prefix.
-        (unstored or new).store(
-            packed.pages, packed.layout, packed.k_scale, packed.v_scale, packed.transform
-        )
+        whole.store(packed.pages, packed.layout, packed.k_scale, packed.v_scale, packed.transform)
         fill_rings(step, rings, packed, window)
         unstored = None
     own = new.key[: step.num_tokens], new.value[: step.num_tokens]

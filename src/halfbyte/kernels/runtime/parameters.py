@@ -45,8 +45,8 @@ class KernelArguments:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x` `[a, b, size]` with rows aligned to 16 bytes; a copy if necessary."""
+    """`x` `[..., size]` with rows aligned to 16 bytes; a copy if necessary."""
     values = 16 // x.element_size()
-    if x.stride(2) != 1 or x.data_ptr() % 16 or any(n % values for n in x.stride()[:2]):
+    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(n % values for n in x.stride()[:-1]):
         return x.clone(memory_format=torch.contiguous_format)
     return x

@@ -3,7 +3,7 @@
 from typing import Any
 
 from halfbyte.kernels.runtime.inductor import OVERLAP, can_overlap
-from halfbyte.plugins.vllm.registry import uses_halfbyte
+from halfbyte.plugins.vllm.registry import is_dense, uses_halfbyte
 
 
 def overlap_launches(vllm_config: Any) -> None:
@@ -23,7 +23,5 @@ def overlap_launches(vllm_config: Any) -> None:
     capability = current_platform.get_device_capability()
     if capability is None or not can_overlap(capability.to_int()):
         return
-    model = vllm_config.model_config
-    if getattr(model, "is_moe", False) or getattr(model, "is_hybrid", False):
-        return
-    options.setdefault(OVERLAP, True)
+    if is_dense(vllm_config.model_config):
+        options.setdefault(OVERLAP, True)

@@ -17,7 +17,7 @@ from halfbyte.elementwise import add_rms_norm, rms_norm, rotary_embedding, silu_
 from halfbyte.elementwise.ops import KERNEL_DTYPES
 from halfbyte.kernels.runtime.inductor import can_overlap
 from halfbyte.plugins.vllm.options import LastModel, Options
-from halfbyte.plugins.vllm.registry import uses_halfbyte, wants_kernels
+from halfbyte.plugins.vllm.registry import is_dense, uses_halfbyte, wants_kernels
 
 _LAYERS = "vllm.model_executor.layers."
 _MIN_NORM = 1024
@@ -61,9 +61,7 @@ def wants_layers(vllm_config: Any) -> bool:
 
 def _was_timed(vllm_config: Any) -> bool:
     model = vllm_config.model_config
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        return False
-    if getattr(model, "is_moe", False) or getattr(model, "is_hybrid", False):
+    if vllm_config.parallel_config.tensor_parallel_size > 1 or not is_dense(model):
         return False
     if model.quantization is None:
         return True

@@ -80,6 +80,15 @@ def has_own_layers(attention: Any) -> bool:
     return any(is_halfbyte(backend) for backend in chosen if backend is not None)
 
 
+def is_dense(model: Any) -> bool:
+    """Whether a model has neither experts nor state-space layers.
+
+    Args:
+        model: vLLM's `ModelConfig`.
+    """
+    return not (getattr(model, "is_moe", False) or getattr(model, "is_hybrid", False))
+
+
 def wants_kernels(vllm_config: Any, option: Literal["linear", "moe"]) -> bool:
     """Whether a run uses halfbyte's kernels for 4-bit weights; see `Options`.
 

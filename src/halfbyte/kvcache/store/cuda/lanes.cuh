@@ -1,13 +1,11 @@
 // Blocks rounded by weighted error, for launches that do not fill the GPU: several lanes share a block, so that each has
 // a short chain of instructions. Sums and maxima over a block are made as for one thread: neighbours first.
 //
-// A lane has LANE_VALUES of K, so that lanes of one warp have a head, or LANE_VALUES_V of V.
+// Macros: LANE_VALUES of K that a lane has, so that lanes of one warp have a head, and LANE_VALUES_V of V.
 
 #pragma once
 #include "kvcache/store/cuda/values.cuh"
 
-#define LANE_VALUES (HEAD_SIZE == 256 ? 8 : 4)
-#define LANE_VALUES_V 4
 #define HEAD_LANES (HEAD_SIZE / LANE_VALUES)
 #define HEAD_LANES_V (HEAD_SIZE_V / LANE_VALUES_V)
 

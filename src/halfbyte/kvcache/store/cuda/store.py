@@ -47,8 +47,8 @@ _BY_BLOCK, _BY_ROW, _BY_TILE, _BY_LANES = 1, 2, 3, 4
 _WARPS = {_BY_BLOCK: 4, _BY_ROW: 4, _BY_TILE: 2, _BY_LANES: 4}
 _TILE = 32
 """Tokens of a warp's tile."""
-_LANE_VALUES = 4
-"""Values of a lane with `_BY_LANES`; of K with heads of 256 twice as many."""
+_LANE_VALUES_V = 4
+"""Values of V of a lane with `_BY_LANES`."""
 _SCALE_ENTRIES = 132
 """Block scales with their reciprocals in shared memory, for error feedback by rows."""
 _ROWS_PER_SM = 32
@@ -133,12 +133,12 @@ class StoreVariant(NamedTuple):
             return -(-heads * -(-num_slots // _TILE) // warps)
         threads = layout.head_size // BLOCK_SIZE
         if self.by == _BY_LANES:
-            threads = layout.head_size // (8 if layout.head_size == 256 else _LANE_VALUES)
+            threads = layout.head_size // _lane_values(layout)
         return -(-_groups(num_slots, tokens) * heads * threads // self.threads)
 
     def v_ctas(self, layout: PageLayout, num_slots: int, tokens: int) -> int:
         """CTAs that store V; a thread has one block of each of `tokens` tokens."""
-        values = _LANE_VALUES if self.by == _BY_LANES and self.v_weighted else BLOCK_SIZE
+        values = _LANE_VALUES_V if self.by == _BY_LANES and self.v_weighted else BLOCK_SIZE
         threads = layout.num_kv_heads * (layout.head_size_v // values)
         return -(-_groups(num_slots, tokens) * threads // self.threads)
 
@@ -172,7 +172,14 @@ class StoreVariant(NamedTuple):
             "STAGES": _stages(layout),
             "CTAS_PER_SM": ctas_per_sm,
             "SMALL_GRID": int(self.small_grid),
+            "LANE_VALUES": _lane_values(layout),
+            "LANE_VALUES_V": _LANE_VALUES_V,
         }
+
+
+def _lane_values(layout: PageLayout) -> int:
+    """Values of K of a lane with `_BY_LANES`: a warp's 32 lanes have room for a head."""
+    return max(4, layout.head_size // 32)
 
 
 def _stages(layout: PageLayout) -> int:
