@@ -12,7 +12,7 @@ alone.
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,27 +42,54 @@ _BYTES = 600 * 2**20
 _ROUNDS = 15
 
 
-def ways(batch: int, context: int, recipe: str, device: torch.device) -> dict[str, list[Call]]:
-    """Calls of a step's layers, by way."""
+class AttentionLayer(NamedTuple):
+    """A layer's pages, the step's tokens, and the other arguments of `paged_attention`."""
+
+    pages: torch.Tensor
+    new: NewTokens
+    arguments: dict[str, Any]
+
+    def store(self) -> None:
+        """Store the step's tokens."""
+        k_scale, v_scale = self.arguments["k_scale"], self.arguments["v_scale"]
+        self.new.store(self.pages, LAYOUT, k_scale, v_scale, self.arguments.get("transform"))
+
+    def attend(self, query: torch.Tensor) -> torch.Tensor:
+        """Attention to pages that have the step's tokens."""
+        return paged_attention(query, self.pages, **self.arguments)
+
+    def store_and_attend(self, query: torch.Tensor) -> torch.Tensor:
+        """Both in one call."""
+        return paged_attention(query, self.pages, **self.arguments, new=self.new)
+
+    def with_tokens(self, key: torch.Tensor, value: torch.Tensor) -> "AttentionLayer":
+        """The layer of a step with other K and V, `[batch, kv_heads, head_size]`."""
+        arguments = dict(self.arguments)
+        if recent := arguments.get("recent"):
+            arguments["recent"] = recent._replace(key=key, value=value)
+        return AttentionLayer(self.pages, self.new._replace(key=key, value=value), arguments)
+
+
+def attention_layers(
+    batch: int, context: int, recipe: str, device: torch.device
+) -> list[AttentionLayer]:
+    """The attention of a step's layers, with pages that are filled."""
     per_sequence = -(-context // BLOCK_SIZE)
     num_pages = batch * per_sequence
     tables = torch.randperm(num_pages, device=device).int().view(batch, per_sequence)
     scale = torch.tensor(0.002, device=device)
     slots = tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
-    attend = partial(
-        paged_attention,
-        torch.randn(batch, HEADS, HEAD_SIZE, device=device).bfloat16(),
-        layout=LAYOUT,
-        query_start_loc=torch.arange(batch + 1, device=device).int(),
-        seq_lens=torch.full((batch,), context, dtype=torch.int32, device=device),
-        block_tables=tables,
-        scale=HEAD_SIZE**-0.5,
-        k_scale=scale,
-        v_scale=scale,
-        plans=AttentionPlans(),
-    )
+    arguments: dict[str, Any] = {
+        "layout": LAYOUT,
+        "query_start_loc": torch.arange(batch + 1, device=device).int(),
+        "seq_lens": torch.full((batch,), context, dtype=torch.int32, device=device),
+        "block_tables": tables,
+        "scale": HEAD_SIZE**-0.5,
+        "k_scale": scale,
+        "v_scale": scale,
+        "plans": AttentionPlans(),
+    }
     copies = min(_LAYERS, 1 + _BYTES // (num_pages * LAYOUT.page_bytes))
-    calls: dict[str, list[Call]] = {"decode": [], "two calls": [], "one call": []}
     every = torch.arange(num_pages * BLOCK_SIZE, device=device)
     pools = []
     for _ in range(copies):
@@ -71,14 +98,22 @@ def ways(batch: int, context: int, recipe: str, device: torch.device) -> dict[st
             NewTokens(*random_kv(len(some), device), some).store(pages, LAYOUT, scale, scale)
         pools.append(pages)
     plain = NewTokens(*random_kv(batch, device), slots)
+    layers = []
     for i in range(_LAYERS):
-        pages = pools[i % copies]
         new, changed = with_recipe(plain, context) if recipe == "balanced" else (plain, {})
-        store = partial(new.store, pages, LAYOUT, scale, scale, changed.get("transform"))
-        read = partial(attend, pages, **changed)
+        layers.append(AttentionLayer(pools[i % copies], new, {**arguments, **changed}))
+    return layers
+
+
+def ways(batch: int, context: int, recipe: str, device: torch.device) -> dict[str, list[Call]]:
+    """Calls of a step's layers, by way."""
+    query = torch.randn(batch, HEADS, HEAD_SIZE, device=device).bfloat16()
+    calls: dict[str, list[Call]] = {"decode": [], "two calls": [], "one call": []}
+    for layer in attention_layers(batch, context, recipe, device):
+        read = partial(layer.attend, query)
         calls["decode"].append(read)
-        calls["two calls"] += [store, read]
-        calls["one call"].append(partial(read, new=new))
+        calls["two calls"] += [layer.store, read]
+        calls["one call"].append(partial(layer.store_and_attend, query))
     return calls
 
 

@@ -28,15 +28,20 @@ def disassembled(cubin: bytes, folder: Path) -> str:
 
 def stack_bytes(cubin: bytes) -> int:
     """Stack of a thread of the only kernel; more than a few bytes are spilled registers."""
+    return used(cubin, "STACK")
+
+
+def used(cubin: bytes, resource: str) -> int:
+    """What the only kernel uses of a resource, by its name in `cuobjdump -res-usage`."""
     triton = pytest.importorskip("triton")
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         cuobjdump = triton.knobs.nvidia.cuobjdump.path
         printed = subprocess.check_output([cuobjdump, "-res-usage", file.name], text=True)
-    stack = re.search(r"STACK:(\d+)", printed)
-    assert stack is not None, printed
-    return int(stack[1])
+    found = re.search(rf"\b{resource}:(\d+)", printed)
+    assert found is not None, printed
+    return int(found[1])
 
 
 def assert_copies_have_descriptors(code: str) -> None:

@@ -24,8 +24,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_rms_norm(const __grid_
     prefetch_l2(p.weight + i);
     if (ADDS) prefetch_l2(residual + i);
   }
+  allow_next();  // before waiting: see basics.cuh
   wait_for_previous();
-  allow_next();
   float y[PER_THREAD][8], squares = 0.0f;
   uint4 weight[PER_THREAD];
 #pragma unroll

@@ -35,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(128) rotary_embedding(const __grid_
     prefetch_l2(row);
     prefetch_l2(row + PAIRS);
   }
+  allow_next();  // before waiting: see basics.cuh
   wait_for_previous();
-  allow_next();
   if (!exists) return;
   const bool is_query = head < HEADS;
   const u32 own = is_query ? head : head - HEADS;

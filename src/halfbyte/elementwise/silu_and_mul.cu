@@ -15,8 +15,8 @@ struct Params {
 };
 
 extern "C" __global__ void __launch_bounds__(128) silu_and_mul(const __grid_constant__ Params p) {
+  allow_next();  // before waiting: see basics.cuh
   wait_for_previous();
-  allow_next();
   const u64 i = (u64)blockIdx.x * 128 + threadIdx.x;
   if (i >= p.chunks) return;
   const uint4* row = p.x + i / CHUNKS * p.x_stride + i % CHUNKS;

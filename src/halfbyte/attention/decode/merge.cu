@@ -63,8 +63,8 @@ __device__ __forceinline__ void merge_slice(const MergeParams& p) {
   const float* source = p.partial_out + parts.slot * HEAD_SIZE_V + dim;
   const OutputRow to(token, q_head);
   const float sink = to.sink(p.output);
+  allow_next();  // before waiting: see basics.cuh
   wait_for_previous();
-  allow_next();
   if (parts.is_single()) return;
   float m = NEG_INF, total = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -122,8 +122,8 @@ __device__ __forceinline__ void merge_row(const MergeParams& p) {
   const float* source = p.partial_out + parts.slot * HEAD_SIZE_V + dim;
   const OutputRow to(token, q_head);
   const float sink = to.sink(p.output);
+  allow_next();  // before waiting: see basics.cuh
   wait_for_previous();
-  allow_next();
   if (parts.is_single()) return;
   float m = NEG_INF, total = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -75,8 +75,13 @@ __device__ __forceinline__ u32 both_high(u32 x) {
   return y;
 }
 
-// Programmatic dependent launch: results of the previous kernel may be read after wait_for_previous;
-// allow_next lets the next kernel start.
+// Programmatic dependent launch: results of the previous kernel may be read after wait_for_previous; allow_next lets the
+// next kernel start, once all CTAs have called it or ended.
+//
+// A layer's small kernels (norms, SwiGLU, rotary embedding, merge) call allow_next before they wait: when they end, the next
+// kernel's CTAs are there and have loaded weights. These may have started before kernels further back have ended. So a
+// kernel reads nothing but weights before its wait, with three exceptions, each behind a kernel that waits first: decode
+// behind a store, merge behind decode, and the second product of experts behind the first.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

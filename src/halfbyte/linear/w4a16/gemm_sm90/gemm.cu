@@ -41,9 +41,12 @@
 #define OFF_STAYS (OFF_BARRIERS + 16 * STAGES)  // a word per warpgroup, see exchange_sums
 #define GROUP 4  // wgmmas per commit; registers do not allow more
 #define THREADS (WORKERS + 128)
-// The producer gives registers to the workers; otherwise ptxas serializes wgmma.
-#define LOADER_REGISTERS (GROUPS == 3 ? 32 : 40)
-#define WORKER_REGISTERS (GROUPS == 3 ? 160 : 232)
+// Per thread. A tile of up to 128 tokens starts with few, so that its CTAs find room beside those of a small kernel in
+// front (a norm's 512 threads have 16,384), and load weights while that runs. Then the producer gives registers to the
+// workers; with fewer ptxas serializes wgmma.
+#define LAUNCH_REGISTERS (GROUPS == 3 ? 128 : TOKENS <= 64 ? 96 : TOKENS <= 128 ? 112 : 168)
+#define LOADER_REGISTERS (GROUPS == 2 && TOKENS > 128 ? 40 : 32)
+#define WORKER_REGISTERS (GROUPS == 3 ? 160 : TOKENS <= 64 ? 128 : TOKENS <= 128 ? 152 : 232)
 
 __device__ __forceinline__ uint2 load_shared8(u32 address) {
   uint2 y;
@@ -312,7 +315,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
       if (left > 1) step(2, false, left == 2);
     }
     // Computed while the last matmul runs.
-    const Epilogue epilogue(p, work);
+    const Epilogue epilogue(p, work, group);
     wgmma_wait();
     release(read);
     finish(p, epilogue, rows, out_map, shared, sums);
@@ -320,7 +323,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
   wait_for_stores();
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __maxnreg__(LAUNCH_REGISTERS)
     linear_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map,
                 const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) u8 shared[];  // period of the swizzle

@@ -15,7 +15,6 @@
 #define VALUES (TOKENS / 2)  // accumulators per thread
 #define STRIP_FLOATS (8 * WORKERS)
 #define MAX_SHARERS 32  // max clusters per tile: one per lane
-#define ADDED_STRIPS 4  // at a time; registers do not allow more
 
 // Barrier of a warpgroup; returns whether `here` is true for any thread.
 __device__ __forceinline__ bool group_any(int group, bool here) {
@@ -62,8 +61,10 @@ __device__ __forceinline__ void store_sums(float* partial, u32 strips, const Sha
   }
 }
 
-// Adds the stored sums of the other clusters for a share, in order of k. The third and later clusters of a tile
-// start from zero and read their own stored sums, because those of earlier clusters must be added first.
+// Adds the stored sums of the other clusters for a share, in order of k: CLUSTERS_AT_ONCE are loaded before the first is
+// added, for ADDED strips. The third and later clusters of a tile start from zero and read their own stored sums, because
+// those of earlier clusters must be added first.
+template <u32 ADDED, u32 CLUSTERS_AT_ONCE>
 __device__ __forceinline__ void add_sums(const Params& p, const Join& join, u32 own, u32 rank,
                                          const Share& share, float* sums) {
   const bool anew = own > 1;
@@ -71,25 +72,42 @@ __device__ __forceinline__ void add_sums(const Params& p, const Join& join, u32 
 #pragma unroll
   for (int i = 0; anew && i < VALUES; i++) sums[i] = 0.0f;
 #pragma unroll
-  for (u32 begin = 0; begin < STRIPS; begin += ADDED_STRIPS) {
-    if (begin >= share.stop || begin + ADDED_STRIPS <= share.first) continue;
-    for (u32 i = 0; i < others; i++) {
-      const u32 other = i + (!anew && i >= own);
-      const float* const partial = partial_of(p, other >= join.finishers, join.head + other, rank);
+  for (u32 begin = 0; begin < STRIPS; begin += ADDED) {
+    if (begin >= share.stop || begin + ADDED <= share.first) continue;
+    for (u32 i = 0; i < others; i += CLUSTERS_AT_ONCE) {
       // Initialized, or the compiler reserves registers for it from the start of the kernel.
-      float4 x[2 * ADDED_STRIPS] = {};
+      float4 x[CLUSTERS_AT_ONCE][2 * ADDED] = {};
 #pragma unroll
-      for (u32 j = 0; j < 2 * ADDED_STRIPS; j++)
-        if (begin + j / 2 < STRIPS && share.has(begin + j / 2))
-          x[j] = __ldcg((const float4*)(partial + (begin + j / 2) * STRIP_FLOATS + j % 2 * 4 * WORKERS));
+      for (u32 c = 0; c < CLUSTERS_AT_ONCE; c++) {
+        if (i + c >= others) break;
+        const u32 other = i + c + (!anew && i + c >= own);
+        const float* const partial = partial_of(p, other >= join.finishers, join.head + other, rank);
 #pragma unroll
-      for (u32 j = 0; j < 2 * ADDED_STRIPS; j++) {
-        if (begin + j / 2 >= STRIPS || !share.has(begin + j / 2)) continue;
-        float* d = sums + begin * 8 + j * 4;
-        d[0] += x[j].x, d[1] += x[j].y, d[2] += x[j].z, d[3] += x[j].w;
+        for (u32 j = 0; j < 2 * ADDED; j++)
+          if (begin + j / 2 < STRIPS && share.has(begin + j / 2))
+            x[c][j] = __ldcg((const float4*)(partial + (2 * begin + j) * 4 * WORKERS));
+      }
+#pragma unroll
+      for (u32 c = 0; c < CLUSTERS_AT_ONCE; c++) {
+        if (i + c >= others) break;
+#pragma unroll
+        for (u32 j = 0; j < 2 * ADDED; j++) {
+          if (begin + j / 2 >= STRIPS || !share.has(begin + j / 2)) continue;
+          float* d = sums + begin * 8 + j * 4;
+          d[0] += x[c][j].x, d[1] += x[c][j].y, d[2] += x[c][j].z, d[3] += x[c][j].w;
+        }
       }
     }
   }
+}
+
+// As registers allow: with several others a share is small, and what takes time is to wait for loads.
+__device__ __forceinline__ void add_sums(const Params& p, const Join& join, u32 own, u32 rank,
+                                         const Share& share, float* sums) {
+  if (VALUES <= (GROUPS == 2 ? 64 : 48) && join.sharers > 2)
+    add_sums<2, 3>(p, join, own, rank, share, sums);
+  else
+    add_sums<4, 1>(p, join, own, rank, share, sums);
 }
 
 // Flags of a finisher: flag i says that the tile's cluster i has stored its sums; the finisher's own flag, that
@@ -148,18 +166,21 @@ struct Epilogue {
   Join join;
   u32 own;  // this cluster's index among the tile's
   Share share;
+  u64 head_runs;  // this cluster's own flag, `flag_epoch` if the head runs
 
-  __device__ __forceinline__ Epilogue(const Params& p, const Work& work)
+  __device__ __forceinline__ Epilogue(const Params& p, const Work& work, int group)
       : place(p, work.tile),
         strips(place.strips(p)),
         is_part(work.is_part(p)),
         is_tail(work.is_tail(p)),
         own(0),
-        share(0, 0) {
+        share(0, 0),
+        head_runs(p.flag_epoch) {
     if (is_part && !is_tail) {
       join = Join(p, work.tile);
       own = cluster_number() - join.head;
       share = Share(join, strips, own);
+      if (own > 0) head_runs = Flags(p, join.head + own, cluster_rank(), group).get(own);
     }
     // Forces the values to be computed here, while a matmul runs, not where they are used.
     asm volatile("" : "+r"(place.row_block), "+r"(place.token), "+r"(strips));
@@ -177,12 +198,11 @@ __device__ __forceinline__ bool exchange_sums(const Params& p, const Epilogue& e
   const u32 lane = threadIdx.x % 32, own = epilogue.own;
   const bool first_thread = threadIdx.x % 128 == 0;
   const Flags flags(p, join.head + own, rank, group);
-  const u64 head_runs = own > 0 ? flags.get(own) : p.flag_epoch;
   float* const partial = partial_of(p, false, join.head + own, rank);
   Share kept = epilogue.share;
   if (own > 1) kept.stop = kept.first;
   store_sums(partial, epilogue.strips, kept, sums);
-  const bool stays = group_any(group, first_thread && head_runs == p.flag_epoch);
+  const bool stays = group_any(group, first_thread && epilogue.head_runs == p.flag_epoch);
   if (!stays) {
     store_sums(partial, epilogue.strips, Share(0, 0), sums);
     group_sync(group);
