@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ _STEPS = 256
 
 def start_engine(arguments: argparse.Namespace, cases: Sequence[Case]) -> Any:
     """vLLM's engine of a variant."""
+    if find_spec("flashinfer") is None:  # then vLLM's sampler is PyTorch's, once it is told so
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import LLM
 
     model = MODELS[arguments.model]

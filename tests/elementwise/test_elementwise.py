@@ -199,3 +199,9 @@ def test_kernels_on_a_gpu(tokens: int, dtype: torch.dtype) -> None:
             rotary_embedding(*on_gpu), rotary_embedding(*arguments), strict=True
         ):
             assert torch.equal(found.cpu(), expected)
+
+
+def test_derivatives_are_refused() -> None:
+    x = torch.randn(2, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="halfbyte::silu_and_mul is for inference"):
+        silu_and_mul(x).sum().backward()

@@ -1,36 +1,29 @@
 """PyTorch operators: the kernels for tensors of 16 bits on a GPU with rows of a multiple of 8
 values, else the same in PyTorch.
 
-All compute in float32 and round every result once. For inference: there is no derivative.
+All compute in float32 and round every result once. For inference: `backward` is an error.
 """
 
 import ctypes
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kernels.runtime.operators import make_operator
 from halfbyte.kernels.runtime.parameters import aligned
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes that the kernels take."""
 _MAX_THREADS = 512
-_library = torch.library.Library("halfbyte", "FRAGMENT")
 
 
 def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Make a function the operator `torch.ops.halfbyte.<name>`."""
-
-    def register(function: Callable[..., Any]) -> Any:
-        _library.define(f"{name}{torch.library.infer_schema(function, mutates_args=())}")
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"halfbyte::{name}", fake, lib=_library)
-        return getattr(torch.ops.halfbyte, name)
-
-    return register
+    return partial(make_operator, name, fake=fake)
 
 
 class _NormParams(ctypes.Structure):

@@ -12,10 +12,10 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
+from halfbyte.kernels.runtime.operators import make_operator
 from halfbyte.models.architectures import sliding_windows
 from halfbyte.models.batch import PagedBatch
 
-_library = torch.library.Library("halfbyte", "FRAGMENT")
 _running: ContextVar[tuple[nn.Module, PagedBatch]] = ContextVar("running")
 
 
@@ -100,11 +100,6 @@ def _fake(
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
-_NAME = "engine_attention"
-_library.define(f"{_NAME}{torch.library.infer_schema(_engine_attention, mutates_args=())}")
-_library.impl(_NAME, _engine_attention, "CompositeExplicitAutograd")
-torch.library.register_fake(f"halfbyte::{_NAME}", _fake, lib=_library)
-
-engine_attention_op = torch.ops.halfbyte.engine_attention.default
+engine_attention_op = make_operator("engine_attention", _engine_attention, _fake)
 """`(query, key, value, scale, sliding_window, sinks, softcap)`: `store_and_attend` with the
 module and batch of `running`."""
