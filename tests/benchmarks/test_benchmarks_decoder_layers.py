@@ -1,7 +1,9 @@
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks import decoder_layers, store_and_decode
 
@@ -20,7 +22,8 @@ def test_a_layer_stores_its_own_tokens(recipe: str, monkeypatch: pytest.MonkeyPa
     assert out.isfinite().all()
     assert torch.equal(call(), out)  # the same tokens, in the same slots
     qkv = linear[0][0]
-    weight = qkv.dequantize(torch.bfloat16)
-    weight[5120:] *= -1  # V
-    linear[0][0] = lambda x: torch.nn.functional.linear(x, weight)
-    assert not torch.equal(call(), out)
+    for rows in (slice(4096, 5120), slice(5120, 6144)):  # of K, of V
+        weight = qkv.dequantize(torch.bfloat16)
+        weight[rows] *= -1
+        linear[0][0] = partial(F.linear, weight=weight)
+        assert not torch.equal(call(), out)

@@ -1,5 +1,6 @@
 """RMSNorm, SwiGLU and rotary embedding: operators on a CPU, and the kernels run on the host."""
 
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from cuda_on_host import guarded, needs_compiler, overlapping_kernels
 from halfbyte.elementwise import add_rms_norm, ops, rms_norm, rotary_embedding, silu_and_mul
+from linear.cases import random_layer
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -199,6 +201,40 @@ def test_kernels_on_a_gpu(tokens: int, dtype: torch.dtype) -> None:
             rotary_embedding(*on_gpu), rotary_embedding(*arguments), strict=True
         ):
             assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [4, 64, 128])
+def test_what_follows_kernels_that_let_it_start_early(tokens: int) -> None:
+    """A linear layer's CTAs start before a kernel has ended that is three kernels back."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "backend": "cuda"}
+    first_layer, second_layer = (random_layer(n, 4096, **options).cuda() for n in (8192, 4096))
+    weight, mixing = torch.ones(4096), torch.randn(4096, 4096) / 64
+    weight, mixing = weight.cuda().bfloat16(), mixing.cuda().bfloat16()
+    x = torch.empty(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def steps() -> Iterator[torch.Tensor]:
+        yield (slow := x @ mixing)
+        yield (first := rms_norm(slow, weight, 1e-5))
+        second, total = add_rms_norm(first, slow, weight, 1e-5)
+        yield second
+        yield (gated := silu_and_mul(first_layer(second)))
+        yield second_layer(rms_norm(gated + total, weight, 1e-5))
+
+    def alone() -> torch.Tensor:
+        for out in steps():
+            torch.cuda.synchronize()
+            last = out
+        return last
+
+    alone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        *_, replayed = steps()
+    for _ in range(50):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(replayed, alone())
 
 
 def test_derivatives_are_refused() -> None:

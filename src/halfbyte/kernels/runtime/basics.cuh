@@ -79,9 +79,14 @@ __device__ __forceinline__ u32 both_high(u32 x) {
 // next kernel start, once all CTAs have called it or ended.
 //
 // A layer's small kernels (norms, SwiGLU, rotary embedding, merge) call allow_next before they wait: when they end, the next
-// kernel's CTAs are there and have loaded weights. These may have started before kernels further back have ended. So a
-// kernel reads nothing but weights before its wait, with three exceptions, each behind a kernel that waits first: decode
-// behind a store, merge behind decode, and the second product of experts behind the first.
+// kernel's CTAs are there and have loaded weights. These may have started before kernels further back have ended. Hence
+// the rules:
+//
+//   - Before its wait a kernel reads nothing but weights and writes nothing. (Positions it may read for a prefetch.)
+//   - At least one thread of a launch waits, so that a kernel ends after those in front.
+//   - Exceptions, because of what stands in front of them: decode behind a store, and merge behind such a decode, read the
+//     plan, and decode reads and writes all but what the store writes, because the store waits before it calls
+//     allow_next; so does the first product of experts, in front of the second.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -218,8 +218,8 @@ def launch(
 
     Args:
         overlap: programmatic dependent launch (SM90 and later, otherwise ignored): the kernel
-            may start before the previous one has ended. It must execute `griddepcontrol.wait`
-            before it reads memory that the previous kernel wrote.
+            may start before earlier ones have ended, not the previous one alone. Before it
+            executes `griddepcontrol.wait` it may only read weights, see `basics.cuh`.
         ctas_per_sm: max CTAs that share an SM if launches overlap; 0 for as many as fit. For grids
             that fill the GPU: such a kernel gets SMs one by one, as the previous one leaves them.
             If more of its CTAs fit on an SM than the grid has per SM, the first free SMs take too

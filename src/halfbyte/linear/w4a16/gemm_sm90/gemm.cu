@@ -41,9 +41,9 @@
 #define OFF_STAYS (OFF_BARRIERS + 16 * STAGES)  // a word per warpgroup, see exchange_sums
 #define GROUP 4  // wgmmas per commit; registers do not allow more
 #define THREADS (WORKERS + 128)
-// Per thread. A tile of up to 128 tokens starts with few, so that its CTAs find room beside those of a small kernel in
-// front (a norm's 512 threads have 16,384), and load weights while that runs. Then the producer gives registers to the
-// workers; with fewer ptxas serializes wgmma.
+// Per thread. A tile of up to 128 tokens and two warpgroups starts with few, so that its CTAs find room beside those of a
+// small kernel in front (512 threads of a norm of 4,096 have 16,384), and load weights while that runs. Then the producer
+// gives registers to the workers; with fewer ptxas serializes wgmma.
 #define LAUNCH_REGISTERS (GROUPS == 3 ? 128 : TOKENS <= 64 ? 96 : TOKENS <= 128 ? 112 : 168)
 #define LOADER_REGISTERS (GROUPS == 2 && TOKENS > 128 ? 40 : 32)
 #define WORKER_REGISTERS (GROUPS == 3 ? 160 : TOKENS <= 64 ? 128 : TOKENS <= 128 ? 152 : 232)

@@ -79,7 +79,7 @@ __device__ __forceinline__ void add_sums(const Params& p, const Join& join, u32 
       float4 x[CLUSTERS_AT_ONCE][2 * ADDED] = {};
 #pragma unroll
       for (u32 c = 0; c < CLUSTERS_AT_ONCE; c++) {
-        if (i + c >= others) break;
+        if (c > 0 && i + c >= others) break;
         const u32 other = i + c + (!anew && i + c >= own);
         const float* const partial = partial_of(p, other >= join.finishers, join.head + other, rank);
 #pragma unroll
@@ -89,7 +89,7 @@ __device__ __forceinline__ void add_sums(const Params& p, const Join& join, u32 
       }
 #pragma unroll
       for (u32 c = 0; c < CLUSTERS_AT_ONCE; c++) {
-        if (i + c >= others) break;
+        if (c > 0 && i + c >= others) break;
 #pragma unroll
         for (u32 j = 0; j < 2 * ADDED; j++) {
           if (begin + j / 2 >= STRIPS || !share.has(begin + j / 2)) continue;
