@@ -49,7 +49,9 @@ FOUR_OVER_SIX = KVRecipe(four_over_six=True)
 """`nvfp4` with this recipe is `nvfp4_4over6` with `plain`; its rows are renamed so."""
 WINDOW = 2048
 LONG = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 18432}
-"""Tokens of one window of the encyclopedia, for figures by position."""
+"""Tokens of a window of the encyclopedia, for figures by position."""
+LONG_WINDOWS = 3
+"""Windows of that length; 2,048 tokens of one alone vary by a third."""
 PROMPT, NEW_TOKENS, PROMPTS_OF_TEXT = 192, 64, 16
 """Greedy continuations: tokens of a prompt, new tokens, prompts per text."""
 CONTEXTS, CONTEXT_TOKENS, FACTS = 6, 1500, 10
@@ -59,7 +61,7 @@ SMALL_CHUNK = 16
 """A second chunk size, measured on `ANSWERS`: results must not depend on it."""
 LAYERS_WINDOW = 1024
 """Tokens of each text for the errors by layer."""
-PARTS = ("models", "small_chunks", "layers", "long", "greedy", "retrieval")
+PARTS = ("models", "small_chunks", "layers", "long", "long_again", "greedy", "retrieval")
 
 
 class Selection(NamedTuple):
@@ -103,16 +105,29 @@ def measure_layers(folder: Path, name: str, selection: Selection) -> list[dict[s
     return [asdict(result) for result in results]
 
 
-def measure_long(folder: Path, name: str, selection: Selection) -> list[dict[str, Any]]:
-    """Results by position in one long window."""
+def measure_long_again(folder: Path, name: str, selection: Selection) -> list[dict[str, Any]]:
+    """As `measure_long` in the next windows, of fp8 and of the recipes that are held against it."""
+    recipes = tuple(recipe for recipe in (BALANCED, ACCURATE) if recipe in selection.recipes)
+    chosen = Selection(("bfloat16", "fp8_e4m3", "nvfp4"), recipes)
+    return [
+        {**row, "window": window}
+        for window in range(1, LONG_WINDOWS)
+        for row in measure_long(folder, name, chosen, window)
+    ]
+
+
+def measure_long(
+    folder: Path, name: str, selection: Selection, window: int = 0
+) -> list[dict[str, Any]]:
+    """Results by position in one long window, by its number."""
     path = model_folder(folder, name)
     model = load_model(path, dtype="float32")
     tokenizer = load_tokenizer(path)
     text, length = texts(folder)["encyclopedia"], LONG[name]
-    windows, _ = text_windows(tokenizer, [text], length, length)
+    windows, _ = text_windows(tokenizer, [text], length, length * LONG_WINDOWS)
     results = evaluate_perplexity(
         model,
-        windows[:1],
+        [windows[window]],
         selection.formats,
         128,
         tokenizer=tokenizer,
@@ -169,7 +184,7 @@ def _merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[di
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["kv_cache_dtype"], row["kv_recipe"], row.get("layer")
+    return row["kv_cache_dtype"], row["kv_recipe"], row.get("layer"), row.get("window")
 
 
 def main() -> None:
@@ -200,6 +215,9 @@ def main() -> None:
         },
         "layers": lambda: {name: measure_layers(folder, name, selection) for name in models},
         "long": lambda: {name: measure_long(folder, name, selection) for name in models},
+        "long_again": lambda: {
+            name: measure_long_again(folder, name, selection) for name in models
+        },
         "greedy": lambda: {name: measure_greedy(folder, name, selection) for name in models},
         "retrieval": lambda: {ANSWERS: measure_retrieval(folder, ANSWERS, selection)},
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from benchmarks.bounds.base import Bound
@@ -12,9 +13,16 @@ _MAX_KL = {"SmolLM2-135M-Instruct": (0.6, 0.4), "gemma-3-270m": (0.95, 0.75)}
 _SMALL_CHUNKS = "SmolLM2-135M-Instruct"
 """Model that is also measured in chunks of 16 tokens, with the same bounds."""
 
-_UNEVEN = {
-    "gemma-3-270m, accurate": "the last 2,048 tokens alone; 0.87 for those before, 1.0 for pages"
-}
+_UNEVEN = {"gemma-3-270m, accurate": "1.18 in the mean of three windows, of which one has 1.00"}
+
+
+def kl_by_position(report: dict[str, Any], model: str) -> dict[tuple[str, str], list[float]]:
+    """Means over all windows in which a format and recipe was measured, by position."""
+    found: dict[tuple[str, str], list[list[float]]] = {}
+    for row in report["long"][model] + report.get("long_again", {}).get(model, []):
+        name = row["kv_cache_dtype"], row["kv_recipe"]
+        found.setdefault(name, []).append(row["kl_by_position"])
+    return {name: [fmean(kl) for kl in zip(*rows, strict=True)] for name, rows in found.items()}
 
 
 def of_accuracy(report: dict[str, Any]) -> Iterator[Bound]:
@@ -32,11 +40,11 @@ def of_accuracy(report: dict[str, Any]) -> Iterator[Bound]:
             yield bound(f"{name}: NLL, fp8's", row["nll_increase"], "<", fp8["nll_increase"])
             if model == _SMALL_CHUNKS:
                 yield bound(f"{name}: change in NLL", of_baseline(row), "<=", 0.003)
-    for model, results in report["long"].items():
-        rows = {(row["kv_cache_dtype"], row["kv_recipe"]): row for row in results}
-        fp8 = rows["fp8_e4m3", "plain"]["kl_by_position"]
+    for model in report["long"]:
+        rows = kl_by_position(report, model)
+        fp8 = rows["fp8_e4m3", "plain"]
         for recipe in [name for name in ("balanced", "accurate") if ("nvfp4", name) in rows]:
-            kl = rows["nvfp4", recipe]["kl_by_position"]
+            kl = rows["nvfp4", recipe]
             first, last = kl[0] / fp8[0], kl[-1] / fp8[-1]
             name = f"{model}, {recipe}"
             why = _UNEVEN.get(name, "")
