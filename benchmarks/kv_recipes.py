@@ -111,7 +111,7 @@ def measure_long_again(folder: Path, name: str, selection: Selection) -> list[di
     chosen = Selection(("bfloat16", "fp8_e4m3", "nvfp4"), recipes)
     return [
         {**row, "window": window}
-        for window in range(1, LONG_WINDOWS)
+        for window in range(1, LONG_WINDOWS if recipes else 1)
         for row in measure_long(folder, name, chosen, window)
     ]
 
@@ -176,9 +176,11 @@ def measure_retrieval(folder: Path, name: str, selection: Selection) -> list[dic
 def _merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The earlier rows with those of NVFP4 replaced by new ones of the same recipe, or appended.
 
-    The bfloat16 row, the baseline, is kept from the earlier run.
+    Rows of other formats, with which they are compared, are kept from the earlier run if it has
+    them.
     """
-    new = {_place(row): row for row in rows if row["kv_cache_dtype"] == "nvfp4"}
+    had = {_place(row) for row in before if row["kv_cache_dtype"] != "nvfp4"}
+    new = {_place(row): row for row in rows if _place(row) not in had}
     kept = [new.pop(_place(row), row) for row in before]
     return kept + list(new.values())
 
