@@ -252,7 +252,19 @@ def _missing_places(
 
 def to_device(numbers: np.ndarray, device: torch.device | str) -> torch.Tensor:
     """Copy to the device in one transfer, without a sync."""
+    return _pinned_for(numbers, device).to(device, non_blocking=True)
+
+
+def copy_to_device(numbers: np.ndarray, out: torch.Tensor) -> None:
+    """`to_device` into a tensor of the same dtype and shape.
+
+    Args:
+        out: written.
+    """
+    out.copy_(_pinned_for(numbers, out.device), non_blocking=True)
+
+
+def _pinned_for(numbers: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    """On the host, pinned where transfers to the device need it."""
     tensor = torch.from_numpy(numbers)
-    if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory() if torch.device(device).type == "cuda" else tensor

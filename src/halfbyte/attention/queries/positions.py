@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.attention.base import AttentionPlans
+from halfbyte.dispatch import is_installed
 
 
 class _Key(NamedTuple):
@@ -14,10 +15,7 @@ class _Key(NamedTuple):
 
 
 class QueryPositions(NamedTuple):
-    """Sequences and positions of the query tokens of a step.
-
-    Computed by PyTorch operators that do not sync, so that it can be captured in a CUDA graph.
-    """
+    """Sequences and positions of the query tokens of a step."""
 
     sequences: torch.Tensor
     """int32 `[tokens]`, the number of the sequence; -1 for padding of a captured graph."""
@@ -28,13 +26,25 @@ class QueryPositions(NamedTuple):
     def of(
         cls, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
     ) -> "QueryPositions":
-        """From `paged_attention`'s arguments.
+        """From `paged_attention`'s arguments; on a GPU in one launch that a CUDA graph can capture.
 
         Args:
             query_start_loc: int32 `[sequences + 1]`.
             seq_lens: int32 `[sequences]`, the queries included.
             num_tokens: query tokens, perhaps more than the last sequence's.
         """
+        if seq_lens.is_cuda and is_installed("triton"):
+            # Here, because the import needs Triton.
+            from halfbyte.attention.queries.positions_kernel import find_positions
+
+            return cls(*find_positions(query_start_loc, seq_lens, num_tokens))
+        return cls.reference(query_start_loc, seq_lens, num_tokens)
+
+    @classmethod
+    def reference(
+        cls, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
+    ) -> "QueryPositions":
+        """`of` by PyTorch operators, on any device."""
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=seq_lens.device)
         ends = query_start_loc[1:].contiguous()
         sequences = torch.searchsorted(ends, tokens, right=True)

@@ -8,7 +8,14 @@ import torch
 
 from halfbyte.attention.queries import QueryPositions
 from halfbyte.kvcache.recent import PADDING_ENTRY
-from halfbyte.kvcache.recent_step import MissingTokens, RecentStep, last_rows, to_device
+from halfbyte.kvcache.recent_slots import TokenSlots
+from halfbyte.kvcache.recent_step import (
+    MissingTokens,
+    RecentStep,
+    copy_to_device,
+    last_rows,
+    to_device,
+)
 from halfbyte.plugins.vllm.ring_entries import ScheduledRings
 
 
@@ -38,18 +45,10 @@ class RingStep:
         Args:
             queries: of the step's tokens.
         """
-        sequences, positions = queries.sequences, queries.positions
-        rows = self.rows
-        if rows is None:
-            rows = torch.arange(len(positions), device=positions.device)
-        else:
-            sequences, positions = sequences[rows], positions[rows]
-        owners = self.entries[sequences.clamp(min=0).long()].long()
+        slots = TokenSlots.of(*queries, self.entries, self.ring, self.rows)
         return RecentStep(
-            entries=self.entries,
-            rows=rows,
-            owners=torch.where(positions < 0, PADDING_ENTRY, owners),
-            slots=positions.clamp(min=0) % self.ring,
+            self.entries,
+            *slots,
             num_tokens=len(queries.positions),
             missing=self.missing,
             write_first=self.rows is None,
@@ -93,7 +92,7 @@ class RingBuffers:
             )
         padded = np.full(num_requests, PADDING_ENTRY, np.int32)
         padded[:count] = rings.entries
-        entries.copy_(to_device(padded, entries.device))
+        copy_to_device(padded, entries)
         rows = None
         # More would overwrite slots that the step's own queries read.
         if rings.counts.max(initial=0) > self.ring - self.tokens + 1:
