@@ -123,7 +123,8 @@ __device__ __forceinline__ void share_maxima(float (*top)[2], int warp, int g, i
 template <class Value>
 __device__ __forceinline__ void store_column(Value* row, const float (*out)[N_TILES][4], int n, int i,
                                              int warp, int g, float factor) {
-  // Of a chunk's dims 4g .. 4g + 3, part 1 has 0 and 2, part 0 has 1 and 3, the upper rows the first.
+  // Dims 4g .. 4g + 3 of a chunk: 0 and 2 are in part 1, 1 and 3 in part 0; 0 and 1 in row g + 8, 2 and 3 in row g.
+  // With one part per warp, odd warps have part 1.
 #pragma unroll
   for (int m = 0; m < TILES_V; m += PARTS_V) {
     const float low = out[m][n][i] * factor, high = out[m][n][2 + i] * factor;

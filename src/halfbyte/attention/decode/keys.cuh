@@ -68,7 +68,7 @@ struct FirstMark {
 
   __device__ __forceinline__ FirstMark(const Params& p, const WorkItem& item, const KeyInputs& from, int head,
                                        int first_tile) {
-    // Of the columns whose query position is >= 0, the first one's window reaches back the furthest.
+    // The first column with a query position >= 0 has the earliest window: if it does not see position 0, none does.
     const int columns = GROUP * item.queries, first = max(item.col_tile * COLS, (item.queries - item.length) * GROUP);
     if (first_tile > 0 || first >= min((item.col_tile + 1) * COLS, columns) || !sees_first(p, item, first)) return;
     const u8* start = (const u8*)page_address((u64)p.pages, from.page, p.page_stride);

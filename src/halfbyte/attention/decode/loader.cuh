@@ -157,7 +157,7 @@ struct Tiles {
 #if !WHOLE_PAGES
 // Prefetches the tiles into the ring with cp.async.
 struct Loader : Tiles {
-  // If a tile may span several pages, each lane holds the page of the 16 tokens of its group of SHARE lanes.
+  // If a tile may span several pages, SHARE lanes copy 16 tokens, and each of them holds these tokens' page.
   static constexpr int WARP_TOKENS = TILE / RING_WARPS, WARP_HALVES = HALVES / RING_WARPS;
   static constexpr bool ONE_PAGE = BLOCK_SIZE % WARP_TOKENS == 0;
   static constexpr int SHARE = 32 / WARP_HALVES;  // lanes per 16 tokens

@@ -21,11 +21,11 @@ __device__ __forceinline__ void split(u32& high, u32& low, float x, float y) {
   low = pack_bf162(x - __int_as_float(high << 16), y - __int_as_float(high & 0xFFFF0000u));
 }
 
-// Of every 16 pairs a lane has four: 4 c .. 4 c + 3. Two of them make a k step, k values 2 c and 2 c + 1 being
-// the cosine and the sine of one pair.
+// A lane has four of every 16 pairs: 4 c .. 4 c + 3. A k step takes two of them: the cosine and the sine of one are its k
+// values 2 c and 2 c + 1, those of the other 2 c + 8 and 2 c + 9.
 __device__ __forceinline__ int first_pair(int sixteen) { return sixteen * 16 + (threadIdx.x & 3) * 4; }
 
-#define ANGLE_CHUNKS (PAIRS / 2)  // of 16 bytes, of a segment's angles
+#define ANGLE_CHUNKS (PAIRS / 2)  // a segment's angles in chunks of 16 bytes
 // Offset of a chunk in a copy of 16 segments' angles; the XOR avoids bank conflicts between neighbouring rows.
 __device__ __forceinline__ u32 angle_offset(int row, int chunk) {
   return (row * ANGLE_CHUNKS + (chunk ^ (row & 1))) * 16;
@@ -45,10 +45,10 @@ __device__ __forceinline__ void prefetch_angles(const Params& p, u32 copy, int f
       cp_async16_cached(copy + angle_offset(row + i, chunk + 32 * turn), from + (i * TURNS / ROWS + turn) * 128);
 }
 
-// A lane's angles of segments g and g + 8, and COUNT of the pairs, as words of A: both parts of each pair.
+// A lane's words of A: cosine and sine of its pairs out of COUNT, for segments g and g + 8.
 template <int COUNT>
 struct Angles {
-  u32 words[2][COUNT / 4][2];
+  u32 words[2][COUNT / 4][2];  // [segment][pair]: the higher bf16 parts, the lower ones
 
   __device__ __forceinline__ void load(const Params& p, int first_segment, int first) {
     const int g = (threadIdx.x & 31) >> 2;
@@ -94,11 +94,11 @@ struct Angles {
   }
 };
 
-// A lane's channels of q for four pairs of 16.
+// The channels of q in a lane's four pairs of 16.
 struct QueryPairs {
   u32 low[2], high[2];  // two channels each
 
-  // `row`: of the query, in elements; `pair`: the first of four.
+  // `row`: where the row of q begins, in elements; `pair`: the first of the four.
   __device__ __forceinline__ void load(const Params& p, u64 row, int pair) {
     const u16* q = (const u16*)p.query + row;
 #if PAIRS_ARE_HALVES
@@ -112,7 +112,7 @@ struct QueryPairs {
   }
 };
 
-// A lane's means for four pairs of 16.
+// The means in a lane's four pairs of 16.
 struct MeanPairs {
   float low[4], high[4];
 
@@ -122,7 +122,7 @@ struct MeanPairs {
   }
 };
 
-// Operand B of one of the two k steps of 16 pairs: two words, then two words of the lower parts.
+// Operand B of k step 0 or 1 of 16 pairs: two words of the higher bf16 parts, then two of the lower ones.
 __device__ __forceinline__ void coefficient_words(u32* words, const QueryPairs& query, const MeanPairs& mean, int step) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void coefficient_words(u32* words, const QueryPairs& 
 struct PairedSums {
   float of[4][4] = {};
 
-  // Adds a k step; `b`: of the higher parts in lanes 0 to 15, of the lower ones in the others.
+  // Adds a k step; `b` is of the higher parts in lanes 0 to 15, of the lower parts in the other lanes.
   __device__ __forceinline__ void add(const u32* high, const u32* low, const u32* b, int step) {
     mma<true>(of[step % 2], low, b[0], b[1]);
     mma<true>(of[2 + step % 2], high, b[0], b[1]);

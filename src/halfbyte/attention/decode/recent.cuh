@@ -41,7 +41,7 @@ __device__ __forceinline__ void add_row(float (*out)[4], const u16* row, int i, 
   }
 }
 
-// A lane's words of V for 16 tokens: of tokens 2c, 2c + 1, 2c + 8 and 2c + 9, in the order of Operands::of_v.
+// A lane's words of V in 16 tokens. It has tokens 2c, 2c + 1, 2c + 8 and 2c + 9, dims in the order of Operands::of_v.
 struct ValueWords {
   u32 of[4][HEAD_SIZE_V / 16];  // two dims each
 
@@ -63,7 +63,7 @@ struct ValueWords {
 
   // Operand A of the 16 dims of step j.
   __device__ __forceinline__ void operand(u32* a, int j) const {
-    // The dims of rows g and g + 8, in the order of store_row: which word, and which half of it.
+    // Where the dims of rows g and g + 8 are (the order of store_row): in which word, and in which half of it.
     const int word = V_KIND == 4 ? j | 1 : j, word8 = V_KIND == 4 ? j & ~1 : j;
     const u32 low = 0x5410, high = 0x7632;
     const u32 half = V_KIND == 4 && j % 2 == 0 ? high : low, half8 = V_KIND == 4 ? half : high;
@@ -75,7 +75,7 @@ struct ValueWords {
   }
 };
 
-// A row of K or V in global memory, or in a stage of the ring; `at`: of a dim.
+// A row of K or V in global memory, or in a stage of the ring; `at` is the index of a dim.
 struct GlobalRow {
   const u16* row;
 

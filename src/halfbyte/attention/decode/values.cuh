@@ -5,7 +5,7 @@
 #pragma once
 #include "attention/decode/loader.cuh"
 
-// Offset, in elements, of the row of q for a column of a work item; 0 for columns past the last one.
+// Where a column's row of q begins, in elements; 0 for columns past the work item's last one.
 __device__ __forceinline__ u64 query_row(const Params& p, const WorkItem& item, int head, int column) {
   return column < GROUP * item.queries
              ? (u64)(item.q_begin + column / GROUP) * p.query_stride_token +
@@ -112,8 +112,9 @@ __device__ __forceinline__ void scale_v(u32* a, u32 scale0, u32 scale1) {
   for (int i = 0; i < 4; i++) a[i] = hmul2(a[i], i < 2 ? scale0 : scale1);
 }
 
-// Zeroes rows `from .. to` of V in a tile, which no query sees: slots that were never written, and keys
-// before every window. They may hold NaN, and 0 * NaN is NaN. In nvfp4 only the scales can be NaN.
+// Zeroes tokens from .. to - 1 of V in a tile, in nvfp4 only their scales, since its codes cannot be NaN. No query sees
+// these tokens: their slots were never written, or they are before every window. Their weight is 0, but they may be
+// NaN, and 0 * NaN is NaN.
 __device__ __forceinline__ void clear_rows(u32 tile, int from, int to) {
   constexpr int WIDTH = V_KIND == 4 ? SF_V : ROW_V;
   constexpr u32 START = V_KIND == 4 ? OFF_SF_V : OFF_V;
@@ -122,7 +123,7 @@ __device__ __forceinline__ void clear_rows(u32 tile, int from, int to) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + START + i), "r"(0) : "memory");
 }
 
-// Stores consecutive values of a row of the partial results (float) or of the output (16 bits).
+// Stores consecutive values to a row: float for partial results, 16 bits for the output.
 __device__ __forceinline__ void store_values(float* to, float a, float b, float c, float d) {
   *(float4*)to = make_float4(a, b, c, d);
 }
@@ -146,7 +147,7 @@ __device__ __forceinline__ void store_row(Value* row, const float (*out)[4], int
   for (int j = 0; j < STEPS_V; j++) {
     const float low = out[j][i] * factor, high = out[j][2 + i] * factor;
     if (V_KIND == 4) {
-      // Dims 4g .. 4g + 3 of 32: tile 1 has 0 and 2, tile 0 has 1 and 3, the upper rows the first.
+      // Dims 4g .. 4g + 3 of 32: 0 and 2 are in tile j + 1, 1 and 3 in tile j; 0 and 1 in row g + 8, 2 and 3 in row g.
       if (j % 2 == 0)
         store_values(row + 16 * j + 4 * g, out[j + 1][2 + i] * factor, high,
                      out[j + 1][i] * factor, low);

@@ -42,7 +42,7 @@ __device__ __forceinline__ u8* shared_memory() {
 
 __device__ __forceinline__ u32 ring_address() { return shared_address(shared_memory()); }
 
-// Address of a lane's words of q, as operand B of k steps j and j + 1 and eight columns.
+// Address of a lane's words of q: operand B of k steps j and j + 1 for eight columns.
 __device__ __forceinline__ u32 raw_query(int n, int j) {
   return ring_address() + OFF_RAW + (n * (STEPS_K / 2) + j / 2) * 512 + (threadIdx.x & 31) * 16;
 }

@@ -66,7 +66,7 @@ struct Tables {
 
 extern const Tables kTables;
 
-// Of the block scales of a 4-bit format.
+// The float value of every block-scale byte of a 4-bit format.
 inline const float* scale_table(int format) {
   return is_nvfp4(format) ? kTables.e4m3 : kTables.e8m0;
 }

@@ -11,7 +11,7 @@ namespace halfbyte {
 constexpr uint8_t kFirstTokenMark = 0xff;
 constexpr float kMatchTolerance = 0.015625f;  // 2^-6
 
-// Field by field the `_TRANSFORM` of kernels/cpu/transform.py.
+// The same fields as `_TRANSFORM` in kernels/cpu/transform.py.
 struct Transform {
   const float *mean, *partner_mean;         // [kv_heads, head_size], or null: K is not centred
   const float *cos, *sin;                   // [segments, head_size]
@@ -68,7 +68,7 @@ inline bool is_close(const float* x, const float* constant, int size) {
   return true;
 }
 
-// Which first token a head's K and V are; -1 for none.
+// Index of the constant first token that a head's K and V match; -1 for none.
 inline int match_first(const Transform& t, const float* key, const float* value, int head,
                        int kv_heads, int size, int size_v) {
   for (int i = 0; i < t.first_tokens; i++) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ void copy16_or_zeros(u32 to, const void* from, bool e
                "r"(exists ? 16 : 0));
 }
 
-// Copies the first `bytes` of 4, 0 to 4 of them, and writes zeros in place of the rest.
+// Copies the first `bytes` (0 to 4) of 4 bytes and writes zeros for the others.
 __device__ __forceinline__ void copy4_or_zeros(u32 to, const u8* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }

@@ -100,7 +100,7 @@ struct Part {
     }
   }
 
-  // `x_at` are this lane's bytes of a row of x, by tile of columns.
+  // `x_at`: where this lane's bytes of its row of x begin, for each tile of columns.
   __device__ __forceinline__ void multiply(float (*acc)[4], const u8* const* x_at, u32 offset, int count) const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {

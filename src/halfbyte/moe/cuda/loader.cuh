@@ -39,7 +39,8 @@ struct Params {
   Activation activation;
 };
 
-// Row `i` of 16 of a tile. A gated tile has 8 rows of gate and the 8 of up that belong to them.
+// The row of the expert's matrix that is row `i` (0 .. 15) of a tile. A gated tile has 8 rows of gate, then the 8
+// rows of up that belong to them.
 __device__ __forceinline__ int row_of_tile(int tile, int i) {
 #if GATED && INTERLEAVED
   return tile * 16 + i % 8 * 2 + i / 8;
@@ -52,17 +53,17 @@ __device__ __forceinline__ int row_of_tile(int tile, int i) {
 
 #define ROW_STRIDE (GATED && INTERLEAVED ? 2 : 1)  // between rows i and i + 1 of a tile, except 7 and 8
 
-// The tile of a unit of an entry, of a group of warps; TILES or more if it has none in the last unit.
+// The tile that a group of warps computes in a unit. In the last unit of an entry it may be TILES or more: none.
 __device__ __forceinline__ int tile_of_unit(int unit, int group) { return unit % UNITS * GROUPS + group; }
 
-// Prefetches a warp's items into its ring: 16 rows x ITEM_K of all its units. An instruction copies 128 bytes, whole
-// lines of the cache, of each of four rows: L2 serves a request for half a line in the same time.
+// Prefetches a warp's items, 16 rows x ITEM_K each, into its ring, unit after unit. An instruction copies 128 bytes from
+// each of four rows: whole cache lines, because a request for half a line takes L2 as long.
 struct Loader {
   const Params& p;
   const Routing& routing;
   int unit, end, group, split, item;
   const u8 *upper, *lower;  // this lane's bytes of rows lane / 8 and lane / 8 + 8
-  const u8* scale;          // its words of a row of scales
+  const u8* scale;          // the words of scales that this lane copies
   int scales_left;          // bytes from there to the end of all scales; capped at more than a row's copies read
 
   __device__ __forceinline__ Loader(const Params& p, const Routing& routing, int begin, int end, int group, int split)

@@ -1,15 +1,16 @@
 // The tokens of an entry in shared memory, as operand B wants them: columns of x.
 //
-// A row has K padded to PART_K, with zeros. Eight k, 16 bytes, are in the order 0 4 1 5 2 6 3 7 (values.cuh). Of 128 k
-// the 16 bytes with number 4 t + j (k = 32 t + 8 j .. + 7, of lane t of four) are at 4 j + t, so that the four lanes of
-// a column read 64 bytes in a row; rows are 64 bytes longer than a multiple of 128. So there are no bank conflicts.
+// A row has K padded to PART_K, with zeros. Eight k, a chunk of 16 bytes, are in the order 0 4 1 5 2 6 3 7 (values.cuh).
+// Lane t of four reads chunks 4 t + j of each 128 k, j = 0 .. 3 (k = 32 t + 8 j .. + 7). They are stored as chunks
+// 4 j + t, so that the four lanes of a column read 64 consecutive bytes. Rows are 64 bytes longer than a multiple of
+// 128. So there are no bank conflicts.
 //
 // The macros are those of experts.cu.
 
 #pragma once
 #include "moe/cuda/routing.cuh"
 
-#define X_CHUNKS (PARTS_OF_K * PART_K / 8)  // of 16 bytes, of a row
+#define X_CHUNKS (PARTS_OF_K * PART_K / 8)  // of 16 bytes, in a row
 #define X_ROW_BYTES (X_CHUNKS * 16 + 64)
 #define X_LOADS 4  // in flight, per thread
 

@@ -13,8 +13,8 @@
 // Pairs of values times 2^-126 (bfloat16) or 2^-14 (float16).
 __device__ __forceinline__ void unpack_word(u32* pairs, u32 w) {
 #if X_BF16
-  // Of each half, the sign of two nibbles in place (bits 15 and 11), and their magnitudes six bits lower (bits 8 to 6,
-  // the lowest two bits of the exponent and the top bit of the mantissa, and 4 to 2).
+  // Each 16-bit half gets two nibbles: their signs stay in bits 15 and 11, their magnitudes move down by six bits, to
+  // bits 8 .. 6 and 4 .. 2. In bfloat16, bits 8 .. 6 are the last two of the exponent and the first of the mantissa.
   const u32 keep = 0x81C081C0u, sign = 0x88008800u;
   const u32 odd = select_bits(w, w >> 6, sign);
   const u32 even = select_bits(w << 8, w << 2, sign);
@@ -33,7 +33,7 @@ __device__ __forceinline__ void unpack_word(u32* pairs, u32 w) {
 #endif
 }
 
-// Block scales of a lane's 32 k of two rows, times 2^115 (bfloat16) or 2^3 (float16): row g in the lower half of a
+// Two rows' block scales for a lane's 32 k, times 2^115 (bfloat16) or 2^3 (float16): row g in the lower half of a
 // register, row g + 8 in the upper one.
 struct Scales {
 #if MX
@@ -71,7 +71,7 @@ struct Scales {
   }
 #endif
 
-  // Operand A of two matmuls: word `j` of four of row g and of row g + 8.
+  // Operand A of two matmuls. `upper` and `lower` are words `j` (0 .. 3) of rows g and g + 8.
   __device__ __forceinline__ void operands(u32 (*a)[4], u32 upper, u32 lower, int j) const {
     u32 pairs[2][4];
     unpack_word(pairs[0], upper);

@@ -11,7 +11,7 @@ namespace halfbyte {
 
 constexpr int kMaxRows = 64;  // of an item
 
-// K and V of the last tokens, unquantized. Field by field the `_RECENT` of attention/cpu.py; strides are in
+// K and V of the last tokens, unquantized. The same fields as `_RECENT` in attention/cpu.py; strides are in
 // elements.
 struct Recent {
   const uint8_t *keys, *values;  // [entries, kv_heads, ring, size]: position p is in slot p % ring
@@ -24,7 +24,7 @@ struct Recent {
   int32_t window;  // of the layer; `Call::window` is for tokens read from pages
 };
 
-// Field by field the `_Call` of attention/cpu.py. Strides are in elements.
+// The same fields as `_Call` in attention/cpu.py. Strides are in elements.
 struct Call {
   const uint8_t* query;  // [tokens, heads, head_size]
   const uint8_t* pages;
@@ -47,7 +47,7 @@ struct Item {
   int begin, end;              // tokens
   int part;                    // index of its first part (a split of the tokens)
   int parts;                   // number of parts for these rows; an item has one of them, or all
-  int64_t first_part;          // offset in `Batch::parts` of row 0 of part 0 of the first head
+  int64_t first_part;          // where the first head's parts begin in `Batch::parts`
   int counter;                 // index of the counter of unfinished parts; negative if the item has all
 };
 
@@ -56,14 +56,14 @@ struct Batch {
   const Call& call;
   const Kernels& kernels;
   int group;
-  int width;  // floats of a row of `parts`: sums, their maximum (log2), the sum of their weights
+  int width;  // floats in a row of `parts`: weighted sums of V, the max score (log2), the sum of weights
   std::vector<Item>& items;
   std::vector<float>& parts;  // [head][part][row][width] for each sequence that is split into parts
   std::vector<int>& counters;
   uint64_t serial;  // unique per call
 };
 
-// Batch, index of an item.
+// Runs one item; `context` is the Batch.
 void run_item(void* context, int index);
 
 }  // namespace halfbyte

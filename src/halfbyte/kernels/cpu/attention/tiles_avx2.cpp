@@ -114,8 +114,8 @@ TARGET void transpose(const float* in, int64_t in_stride, int columns, float* ou
 
 #include "attention/tiles_simd.inc"
 
-// Where element d of a row lies: chunks of 64 elements are eight vectors; vector 4p + j holds
-// elements 4i + j' of blocks p (lower half) and p + 2 (upper half), j' being 0, 2, 1, 3.
+// Where an element of a row lies. A chunk of 64 elements is eight vectors: vector 4p + j holds elements
+// 4i + j' of blocks p (lower half) and p + 2 (upper half), with j' = 0, 2, 1, 3 for j = 0, 1, 2, 3.
 int position(int element) {
   const int block = element % 64 / 16, inner = element % 16;
   const int j = inner % 4 == 1 ? 2 : inner % 4 == 2 ? 1 : inner % 4;
@@ -145,7 +145,7 @@ struct Pair {
   __m256 first, second;
 };
 
-// Block scales of 64 values: of vectors 0 .. 3, and of 4 .. 7.
+// Block scales of 64 values: `first` for vectors 0 .. 3, `second` for vectors 4 .. 7.
 TARGET inline Pair load_scales(const uint8_t* scales, int elements) {
   uint32_t four = 0;
   if (elements >= 64)

@@ -14,8 +14,8 @@ namespace {
 
 #define TARGET __attribute__((target(HALFBYTE_AVX512 ",avx512bf16")))
 
-// Elements n and n + 4 of a word of eight, in one 32-bit lane: [word][n][row] of groups of up to
-// four rows.
+// Packs elements n and n + 4 of each eight as a pair of bfloat16. Groups of up to four rows follow each
+// other; a group is [eight elements][n][row].
 void pack(const float* q, int64_t stride, int rows, int head_size, float* packed) {
   for (; rows > 0; rows -= 4, q += 4 * stride, packed += 4 * packed_size(head_size)) {
     const int count = rows < 4 ? rows : 4;

@@ -1,8 +1,8 @@
 // AVX-512 with 16-bit integer dot products (VNNI), for queries in bfloat16 where bfloat16 dot products
-// are missing or slow (Intel's take four times as long). Twice a code is an integer, and the sixteen
-// elements of q of a block are scaled by a power of two to integers below 2^15. This is exact for
-// elements of at least 2^-7 of the largest: in most queries 99 of 100. The remainders of the others,
-// also bfloat16, are multiplied one by one. Sums of a block are exact.
+// are missing or slow (Intel's take four times as long). Twice a code is an integer, and a power of two
+// scales a block's sixteen elements of q to integers below 2^15. This is exact for elements of at least
+// 2^-7 of the largest, in most queries 99 of 100. Others leave remainders, also bfloat16, which are
+// multiplied one by one. The sum of a block is exact.
 
 #include "avx512.h"
 
@@ -20,10 +20,10 @@ namespace {
 using Sum = __m512i;
 constexpr int kOperands = 1, kBlockFloats = 9;  // eight pairs and the scale
 
-// Packed queries: groups of up to four rows, per block [pair][row] and then the scales [row]. A pair is
-// elements n and n + 4 of a word of eight. From float `sum_size` * rows on: the remainders of each chunk of
-// 128 elements, at 128 * rows floats per chunk. Right before them: their numbers, of the first chunk last.
-// A remainder is a bfloat16, a byte for its row and a byte for its element.
+// Packed queries: groups of up to four rows; each block has its pairs, [pair][row], then its scales, [row].
+// A pair is elements n and n + 4 of each eight. Remainders begin at float `sum_size` * rows, with room for
+// 128 * rows per chunk of 128 elements. How many each chunk has stands right before them, the first chunk's
+// last. A remainder is a bfloat16, a byte for its row and a byte for its element.
 inline int count_at(int rows, int head_size, int chunk) {
   return rows * sum_size(head_size) - 1 - chunk;
 }

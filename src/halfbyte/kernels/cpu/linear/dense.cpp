@@ -17,8 +17,8 @@ constexpr int kColumns = 64;           // columns of y per item
 constexpr int kDepth = 256;            // k of a panel, which stays in L2
 constexpr int64_t kMinWork = 1 << 17;  // min multiplications for a second thread
 
-// Field by field the `_CALL` of linear/invariant/cpu.py. Strides are in elements; of w, the stride
-// of n or that of k is 1.
+// The same fields as `_CALL` in linear/invariant/cpu.py. Strides are in elements; w's stride along n or
+// along k is 1.
 struct DenseCall {
   const float* x;    // [rows, k]
   const uint8_t* w;  // [n, k], of a format

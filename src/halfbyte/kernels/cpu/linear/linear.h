@@ -26,7 +26,7 @@ constexpr int kScaleBytes = kStrip * kBlocks;    // of a chunk
 constexpr int kPanelChunks = 4;                  // unpacked at once
 constexpr int kMaxTile = 16;                     // tokens
 
-// Field by field the `_CALL` of linear/w4a16/cpu.py. Strides are in elements.
+// The same fields as `_CALL` in linear/w4a16/cpu.py. Strides are in elements.
 struct LinearCall {
   const uint8_t* x;         // [rows, k]
   const uint8_t* codes;     // [strips, chunks, kCodeBytes]

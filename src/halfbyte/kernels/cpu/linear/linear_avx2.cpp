@@ -57,7 +57,7 @@ TARGET inline void store_bfloat16(const float* x, uint8_t* out) {
 }
 
 struct Words {
-  __m256i even[2][2], odd[2][2];  // twice the values of columns 0, 2, 4, 6 of a word, and of 1 ...
+  __m256i even[2][2], odd[2][2];  // twice the values of a word's columns 0, 2, 4, 6, and 1, 3, 5, 7
 };
 
 TARGET inline Words load_words(const uint8_t* codes) {

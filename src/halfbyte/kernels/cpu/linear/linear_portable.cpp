@@ -58,7 +58,7 @@ inline Bytes twice(Bytes codes) {
 }
 
 struct Words {
-  Bytes even[2][4], odd[2][4];  // twice the values of columns 0, 2, 4, 6 of a word, and of 1 ...
+  Bytes even[2][4], odd[2][4];  // twice the values of a word's columns 0, 2, 4, 6, and 1, 3, 5, 7
 };
 
 inline Words load_words(const uint8_t* codes) {

@@ -61,7 +61,7 @@ TARGET inline void e2m1_values(const float* x, float divisor, uint8_t* out) {
   }
 }
 
-// Of 16 values, neighbours first: they, then pairs of them, stay in their 128-bit lanes.
+// Sum of 16 values as a tree, neighbours first. The first two additions stay within 128-bit lanes.
 TARGET inline float tree_sum(__m256 first, __m256 second) {
   __m256 both = _mm256_hadd_ps(first, second);
   both = _mm256_hadd_ps(both, both);

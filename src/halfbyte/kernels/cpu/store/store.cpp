@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kItemValues = 16384;  // min values per item, about
 
-// Field by field the `_Input` of kvcache/store/cpu.py. Strides are in elements.
+// The same fields as `_Input` in kvcache/store/cpu.py. Strides are in elements.
 struct Input {
   const uint8_t* x;  // [tokens, kv_heads, size]
   int64_t token, head, element;
@@ -23,7 +23,7 @@ struct Input {
   float global_scale;
 };
 
-// Field by field the `_Call` of kvcache/store/cpu.py.
+// The same fields as `_Call` in kvcache/store/cpu.py.
 struct Call {
   uint8_t* pages;
   const int64_t* slots;

@@ -46,7 +46,8 @@ __device__ __forceinline__ void send_floats(const float* x, u32 address, u32 bar
       : "memory");
 }
 
-// A CTA's slots: of its own warps and, in a pair, of the other CTA's, in order of rank.
+// The slots in this CTA's shared memory: `count` for the sums of its own warps and, in a pair, as many for those of the
+// other CTA's warps, rank 0 first.
 struct Slots {
   u32 start, barrier;
   int count, rank;  // slots per source; this CTA's source
@@ -97,7 +98,7 @@ struct Slots {
     __syncwarp();
   }
 
-  // Waits for the sums of a round of all warps; this warp has stored those of `units` units.
+  // Waits until all warps have stored their sums of a round; this warp has stored those of `units` units.
   __device__ __forceinline__ void wait_for_all(int units) const {
     if (elect_one()) barrier_expect_mapped(peer_barrier, units * SLOT_BYTES);
     __syncthreads();

@@ -13,7 +13,7 @@
 #define RUNS 4
 #define RUN_ROWS 32
 
-// Run and place in the run of 16 channels, of a position of 64.
+// The channel at a position 0 .. 63: its run, and its place among the run's 16 channels.
 struct Channel {
   int run, place;
 

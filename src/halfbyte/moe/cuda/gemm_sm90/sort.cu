@@ -29,7 +29,7 @@ struct Counts {
   int* own;     // [range]: experts of this CTA's range
 };
 
-// Of a lane's value, the sum of lower lanes' and its own.
+// Inclusive prefix sum over the lanes of a warp.
 __device__ __forceinline__ int sum_of_lanes(int x) {
 #pragma unroll
   for (int delta = 1; delta < 32; delta *= 2) {
@@ -82,12 +82,12 @@ __device__ __forceinline__ void place_experts(const Params& p, const Counts& cou
   if (blockIdx.x == 0 && lane == 0) *p.num_tiles = num_tiles;
 }
 
-// Four lanes c = lane / 4 % 4 with the same lane % 4 have 32 c .. 32 c + 31 of 128 values between them, 8 values each.
-// Exchanges them so that a lane has 8 consecutive positions of order.cuh.
+// Lane 4 c + j of 16 has values 8 (4 c + j) .. + 7 of 128. The four lanes with the same j exchange them, so that this
+// lane has positions 8 (4 j + c) .. + 7 in the order of order.cuh.
 __device__ __forceinline__ uint4 in_order(uint4 x) {
   u32 w[4] = {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
               __byte_perm(x.y, x.w, 0x7632)};
-  // A transposition of 4 x 4 words: of pairs of lanes, then of pairs of those.
+  // Transposes 4 x 4 words over these lanes: exchanges with lane c ^ 1, then with lane c ^ 2.
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int distance = 1 << i;

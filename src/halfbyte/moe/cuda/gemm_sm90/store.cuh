@@ -74,7 +74,8 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, int row
   wait_for_stores();
   group_sync(place.group);
 #if GATED
-  // Of a token 32 channels, 64 bytes, swizzled. Lanes give the row addresses of four matrices of 8 channels: 32 tokens.
+  // A token has 32 channels, 64 bytes, swizzled. `stmatrix` stores the warp's 8 channels of 32 tokens, as four matrices
+  // of 8 tokens; each lane gives the address for one token.
   const u32 address = out + lane * 64 + ((place.warp ^ lane / 2 % 4) * 16);
 #pragma unroll
   for (int strip = 0; strip < STRIPS; strip += 2) {
@@ -93,8 +94,8 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, int row
     }
     const u32 to = address + strip * (16 * 64);
 #else
-  // Of a token 64 rows of W, 128 bytes, swizzled. Lanes give the row addresses of four matrices: 8 tokens x 8 rows of
-  // W, 8 more rows, both of 8 more tokens.
+  // A token has 64 rows of W, 128 bytes, swizzled. `stmatrix` stores the warp's 16 rows of 16 tokens, as four matrices: 8
+  // tokens x 8 rows, the same tokens x 8 more rows, and both for 8 more tokens. Lanes give the addresses in this order.
   const u32 token = (lane & 7) + (lane >> 4) * 8, chunk = 2 * place.warp + (lane >> 3 & 1);
   const u32 address = out + token * 128 + ((chunk ^ (token & 7)) * 16);
 #pragma unroll

@@ -55,9 +55,10 @@ struct Work {
   }
 };
 
-// Parts of a run of rows, a dimension of the tensor map: gate and up, or rows i, i + ROW_PARTS, ... Eight lanes load 64
-// bytes of each of two rows at a time, and should find them in different banks. In rows of 128 bytes the swizzle swaps
-// halves every four rows: gated, two such rows are four apart (Channel), otherwise these parts have four rows.
+// A run of rows is stored in ROW_PARTS parts, a dimension of the tensor map: gate and up, or rows i, i + ROW_PARTS, ...
+// Eight lanes load 64 bytes of each of two rows at a time, which should be in different banks. In rows of 128 bytes the
+// swizzle swaps halves every four rows, so the two rows must be four apart. Gated, Channel sees to that; otherwise a part
+// has four rows.
 #define ROW_PARTS (GATED ? 2 : WEIGHT_K == 256 ? 8 : 1)
 
 // Place in shared memory of a row that is not gated.
@@ -65,7 +66,7 @@ __device__ __forceinline__ int place_of_row(int row) {
   return row / RUN_ROWS * RUN_ROWS + row % ROW_PARTS * (RUN_ROWS / ROW_PARTS) + row % RUN_ROWS / ROW_PARTS;
 }
 
-// First row of a run of this CTA; gated, of 16 channels.
+// First row of a run of this CTA; gated, its first channel.
 __device__ __forceinline__ int run_begin(int row_pair, int rank, int run) {
 #if GATED
   return 128 * row_pair + 32 * run + 16 * rank;
