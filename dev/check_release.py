@@ -1,4 +1,6 @@
-"""Tries what `make release` built: whole, and at work in an environment that has nothing else.
+"""Tries what `make release` built, the wheel and the source archive.
+
+Both must be whole, and each must run when it is installed in an environment of its own.
 
 python dev/check_release.py dist
 """
@@ -36,15 +38,24 @@ def main() -> None:
         missing.append("halfbyte/kernels/_cpu, the kernels for CPUs: was there a C++ compiler?")
     if missing:
         sys.exit(f"{folder}: without {', '.join(missing)}")
+    for package in (wheel, archive):
+        _try(package.absolute())
+    print(f"{archive.name} and {wheel.name} are whole, and run")
+
+
+def _try(package: Path) -> None:
+    """Install a package in an empty environment, from the archive by building it, and run it."""
+    print(f"==> {package.name} in an empty environment", flush=True)
     constraints = Path(__file__).absolute().parents[1] / "constraints.txt"
     with tempfile.TemporaryDirectory() as place:
         venv.create(place, with_pip=True)
         python = Path(place) / "bin" / "python"
         install = [str(python), "-m", "pip", "install", "-qq", "--constraint", str(constraints)]
-        subprocess.run([*install, str(wheel.absolute())], check=True)
+        subprocess.run([*install, str(package)], check=True)
+        if not list(Path(place).rglob("site-packages/halfbyte/kernels/_cpu*")):
+            sys.exit(f"{package.name}: installed without halfbyte/kernels/_cpu")
         for command in (["info"], ["generate", "--max-tokens", "8", "--prompt", "def main("]):
             subprocess.run([Path(place) / "bin" / "halfbyte", *command], check=True, cwd=place)
-    print(f"{archive.name} and {wheel.name} are whole, and run")
 
 
 if __name__ == "__main__":
