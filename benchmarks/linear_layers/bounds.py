@@ -16,7 +16,7 @@ class _Bound(NamedTuple):
     max_tokens: int | None
     limit: Callable[[str], float | None]
     """Limit for a shape; None for no bound."""
-    at_most: bool
+    is_max: bool
     """Whether the limit is a max (else a min)."""
     on_cpus: bool = False
     """Whether it also applies to CPUs."""
@@ -67,10 +67,10 @@ def _bounds(rows: list[Row], judges: Sequence[str], on_cpu: bool) -> Iterator[Ro
             worst = {timing: _worst(bound, chosen, timing) for timing in TIMINGS}
             values = [worst[timing]["worst"] for timing in judges]
             complete = all(row[t][bound.name] is not None for row in chosen for t in judges)
-            kept = [v <= limit if bound.at_most else v >= limit for v in values if v is not None]
+            kept = [v <= limit if bound.is_max else v >= limit for v in values if v is not None]
             yield {
                 "name": bound.name,
-                "meaning": f"{bound.meaning} {'<=' if bound.at_most else '>='} {limit:.2f}",
+                "meaning": f"{bound.meaning} {'<=' if bound.is_max else '>='} {limit:.2f}",
                 "shape": shape,
                 "rows": bound.rows(),
                 "limit": limit,
@@ -85,5 +85,5 @@ def _worst(bound: _Bound, rows: list[Row], timing: str) -> Row:
     known = [(value, m) for value, m in known if value is not None]
     if not known:
         return {"worst": None, "m": None}
-    value, m = max(known) if bound.at_most else min(known)
+    value, m = max(known) if bound.is_max else min(known)
     return {"worst": value, "m": m}

@@ -158,14 +158,14 @@ def _mean(values: list[float] | None) -> str:
 
 
 def _summary(report: "QuantizationReport") -> str:
-    mean, least = (
+    mean, lowest = (
         "exact" if value is None else f"{value:.2f} dB"
         for value in (report.mean_sqnr_db, report.min_sqnr_db)
     )
     sizes = f"{_size(report.source_bytes)} -> {_size(report.bytes)}"
     if report.layers:
         lines = [
-            f"signal to quantization noise: mean {mean}, least {least}",
+            f"signal to quantization noise: mean {mean}, least {lowest}",
             f"{len(report.layers)} layers in {report.weights} ({report.recipe}), "
             f"{len(report.ignored)} left as they were; {sizes}",
         ]

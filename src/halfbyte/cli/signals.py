@@ -56,8 +56,8 @@ def forget() -> None:
 
 
 def _ignore_ctrl_c() -> None:
-    # Registered first, so called last: next Python removes its handlers, and Ctrl-C would kill a
-    # process whose status is settled.
+    # Registered first, so `atexit` calls it last. Python then resets its signal handlers: Ctrl-C
+    # would kill the process and replace an exit status that is already decided.
     with suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

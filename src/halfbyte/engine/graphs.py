@@ -64,20 +64,20 @@ class DecodeGraphs:
         self.compiled = CompiledLayers(model) if compiles else None
         self.sizes = graph_sizes(max_num_seqs)
         device, groups = tables.pool.device, tables.pool.plan.groups
-        most = self.sizes[-1]
+        max_size = self.sizes[-1]
         # One transfer per dtype. Rows: token ids, positions, slots of each group.
-        self._int64 = torch.zeros((2 + len(groups), most), dtype=torch.int64, device=device)
+        self._int64 = torch.zeros((2 + len(groups), max_size), dtype=torch.int64, device=device)
         self._input_ids, self._positions, *self._slots = self._int64.split(1)
         # Rows: lengths, entries of the rings.
-        self._int32 = torch.zeros((2, most), dtype=torch.int32, device=device)
+        self._int32 = torch.zeros((2, max_size), dtype=torch.int32, device=device)
         self._seq_lens, self._entries = self._int32
-        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._starts = torch.arange(max_size + 1, dtype=torch.int32, device=device)
         # Tables keep entries of pages before a sliding window, so they may exceed the pool's size.
         widths = [-(-max_model_len // group.block_size) for group in groups]
         self._block_tables = [
-            torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
+            torch.zeros((max_size, width), dtype=torch.int32, device=device) for width in widths
         ]
-        self._rows = torch.arange(most, device=device)
+        self._rows = torch.arange(max_size, device=device)
         self._rings = 0
         self._graphs: dict[int, _Graph] = {}
         with torch.cuda.device(device):

@@ -98,11 +98,12 @@ class RecentStep:
     """A step's updates of the rings, the same in every layer.
 
     Args:
-        entries: int32 `[sequences]`.
-        rows: int64 `[n]`, of the step's tokens, those that stay in the rings after it.
-        owners, slots: entry and slot of each, int64 `[n]` and `[n]`.
-        missing: of the sequences that lack tokens.
-        num_tokens: of the step.
+        entries: int32 `[sequences]`, each sequence's entry.
+        rows: int64 `[n]`, which of the step's tokens are written to the rings: a sequence's last
+            ones, as many as an entry has slots.
+        owners, slots: int64 `[n]` each, the entry and the slot that each of them is written to.
+        missing: positions that rings lack, for the sequences that have any.
+        num_tokens: the number of the step's tokens.
         write_first: whether the step's tokens may be written to the rings before attention: no
             sequence has more than `ring - R + 1` new tokens, so that none overwrites a slot that
             the step's queries read.

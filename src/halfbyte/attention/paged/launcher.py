@@ -200,12 +200,12 @@ def kernel_constants(
         "group": num_heads // layout.num_kv_heads,
         "k_operand": dot_operand(operands[0], compute_capability == 0),
         "v_operand": dot_operand(operands[1], compute_capability == 0),
-        # bfloat16 reaches beyond float16; a power of two per row brings it back.
+        # Queries in bfloat16 may exceed float16's range: each row is scaled by a power of two.
         "scale_query": operands[0] == torch.float16 and query_dtype == torch.bfloat16,
         "block_m": tiles.block_m,
         "block_n": tiles.block_n,
         "ptx": compute_capability > 0,
-        # wgmma reads keys and values from shared memory anyway.
+        # Not for wgmma, which reads K and V from shared memory in any case.
         "pin": compute_capability > 0 and not (compute_capability == 90 and tiles.block_m >= 64),
         "casts": compute_capability >= 89,
     }

@@ -91,8 +91,8 @@ def exponent_factors(scale: float, softcap: float | None) -> tuple[float, float]
     """`score_scale` and `cap` of the kernels.
 
     Without a soft-cap, `score_scale` converts dot products to logits in base 2. With one, it
-    converts them to the exponent that `kernels.soft_cap` needs for tanh, and `cap` is the soft-cap
-    in base 2.
+    converts them to the exponent that `soft_cap` in `kernels.py` needs for tanh, and `cap` is the
+    soft-cap in base 2.
     """
     log2e = math.log2(math.e)
     return scale * (2.0 / softcap if softcap else 1.0) * log2e, (softcap or 0.0) * log2e

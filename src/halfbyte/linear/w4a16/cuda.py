@@ -96,10 +96,12 @@ def _variant(m: int, n: int, k: int, gpu: Gpu) -> Literal["gemv", "gemm", "dequa
 
 
 class CudaKernel(RowScaledKernel):
-    """`halfbyte.linear.w4a16.gemv.launcher`; compiled at load with NVRTC.
+    """Three kernels, one of which `_variant` chooses by M; NVRTC compiles them at load.
 
-    Its form of a layer: `weight` and `weight_scale`, int32, in the kernels' order, and
-    `weight_row_scale`, float32, 2^11 times the global scale of each row's part.
+    They are a GEMV, a GEMM on SM90, and one that dequantizes for cuBLAS.
+    `process_weights_after_loading` repacks a layer's tensors (`packed_weight.py`) to `weight` and
+    `weight_scale`, int32, and `weight_row_scale`, float32: 2^11 times the global scale of the
+    row's part.
     """
 
     name: ClassVar[str] = "cuda"

@@ -68,9 +68,10 @@ class _Pending(nn.Module):
 
 
 class _UnderPrefix(nn.Module):
-    """A base model whose modules are named as in the files of a model with a head.
+    """A base model as a submodule, so that its modules have the names of files with a head.
 
-    Has those attributes of `PreTrainedModel` that planning and streaming use.
+    These names begin with the base model's prefix, such as `model.`. The attributes are those of
+    `PreTrainedModel` that planning and streaming use.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -161,7 +162,7 @@ class NvFp4Quantizer(HfQuantizer):
     def _unexpected_names(self) -> Iterator[str]:
         """Patterns of tensors in the files that are not in the model at this point."""
         assert self._index is not None
-        # Read by `checkpoints.read_stored_scales`.
+        # `checkpoints.kv_scales.read_stored_scales` reads them.
         yield from (f"^{re.escape(name)}$" for name in self._index.tensors if is_kv_scale(name))
         for name in {re.sub(r"\d+", "0", name) for name in self._plan.file_names()}:
             yield f"^{re.escape(name).replace('0', '[0-9]+')}$"

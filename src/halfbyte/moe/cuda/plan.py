@@ -56,12 +56,12 @@ large K: by times of 20 options for both products of Qwen3-30B-A3B and GPT-OSS-2
 (`benchmarks/results/moe_plans.json`)."""
 _MANY_COLUMNS, _LARGE_K = 8, 1024
 _UNIT_PARTS, _SHARED_UNIT_PARTS = 0.1, 0.8
-"""Fixed time of a unit, in times of a part: if one warp has all of k, and if several warps split
-it."""
+"""Fixed cost of a unit, in units of the time of one part: if one warp has all of k, and if several
+warps split it."""
 _WAITING_WARPS = 4
-"""Latency of memory per round, in times of a warp's instructions. From a fit to the same times: on
-average the plan with the least `ProductPlan.cost` takes 3 % longer than
-the fastest option."""
+"""Memory latency of a round, in units of the time in which a warp issues the round's instructions.
+Fitted to the same measurements: on average the plan with the lowest `ProductPlan.cost` takes 3 %
+longer than the fastest option."""
 
 
 class Work(NamedTuple):
