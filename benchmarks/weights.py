@@ -9,16 +9,13 @@ those of the bundled model in every run. The table goes between the `weights` ma
 docs/numbers/bundled.md.
 """
 
-import argparse
 import datetime
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import put_table
+from benchmarks.bundled import halfbyte, measure
 from halfbyte.assets import bundled_model_path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -39,12 +36,6 @@ CASES = (
 """Name, and what `halfbyte quantize` is told as `--weights` and `--recipe`."""
 TABLE = "weights"
 """Its name in the page."""
-
-
-def halfbyte(*arguments: str) -> Any:
-    """The JSON that a halfbyte command prints."""
-    command = [sys.executable, "-m", "halfbyte", *arguments, "--json"]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def run(max_tokens: int) -> dict[str, Any]:
@@ -114,17 +105,5 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Parse the command line, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--max-tokens", type=int, default=65536, help="of held-out text")
-    arguments = parser.parse_args()
-    report = run(arguments.max_tokens)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    put_table(PAGE, TABLE, table(report))
-    print(table(report))
-
-
 if __name__ == "__main__":
-    main()
+    measure(run, table, description=__doc__, result=RESULT, page=PAGE, name=TABLE)
