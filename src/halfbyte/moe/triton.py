@@ -1,4 +1,8 @@
-"""Triton on NVIDIA GPUs from SM80: the general kernel, on the weights as loaded."""
+"""Triton on NVIDIA GPUs from SM80: the general kernel, on the weights as loaded.
+
+Apart from `triton_launcher.py`, which imports Triton: `auto` asks this backend also where there is
+none.
+"""
 
 from typing import ClassVar
 

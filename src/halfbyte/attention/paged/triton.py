@@ -1,4 +1,7 @@
-"""Triton on NVIDIA GPUs from SM80: decode and prefill straight from packed pages, every format."""
+"""Triton on NVIDIA GPUs from SM80: decode and prefill straight from packed pages, every format.
+
+Apart from `launcher.py`, which imports Triton: `auto` asks this backend also where there is none.
+"""
 
 from typing import ClassVar
 

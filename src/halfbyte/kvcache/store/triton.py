@@ -1,4 +1,8 @@
-"""Triton on NVIDIA GPUs from SM80: every format, one launch, no sync."""
+"""Triton on NVIDIA GPUs from SM80: every format, one launch, no sync.
+
+Apart from `triton_kernel.py`, which imports Triton: `auto` asks this backend also where there is
+none.
+"""
 
 from typing import ClassVar
 

@@ -2,7 +2,8 @@
 expert, on SM90 also a `wgmma` GEMM for more; otherwise Triton's.
 
 Shapes alone decide (`_variant`), so that a call can be captured in a CUDA graph. The variants sum
-in different orders, so batch-invariant layers are left to the backend `triton`."""
+in different orders, so batch-invariant layers are left to the backend `triton`. `launcher.py` and
+`gemm_sm90/launcher.py` launch them; the second also uses functions of the first."""
 
 from functools import lru_cache
 from typing import ClassVar, Literal
