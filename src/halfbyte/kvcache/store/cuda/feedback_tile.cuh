@@ -78,9 +78,10 @@ __device__ __forceinline__ uint2 round_in_turn(float* x, const Rounding& by, con
 
 template <bool EASY>
 __device__ __forceinline__ void store_key_tile(const Params& p, u32 number, float g, float* tile) {
-  const u32 tiles = (p.num_slots + TILE - 1) / TILE, head = number / tiles, lane = threadIdx.x % 32;
-  const u32 token = number % tiles * TILE + lane;
-  if (head >= KV_HEADS) return;
+  // Warps of an SM take few heads: CTAs come to it at distances that usually have factors in common with the number of
+  // heads. Then the factors that these warps read stay in L1, which has little room beside the tiles.
+  const u32 head = number % KV_HEADS, lane = threadIdx.x % 32, begin = number / KV_HEADS * TILE, token = begin + lane;
+  if (begin >= p.num_slots) return;
   const float* factor = p.feedback + (u64)head * HEAD_SIZE * HEAD_SIZE;
   const u32 position = position_of(p, token);
   const Place place = Place::of(p, token);

@@ -38,7 +38,7 @@ struct Params {
   const i64 *ring_rows, *ring_owners, *ring_slots;
   float k_scale_number, v_scale_number;
   u32 num_slots, num_first, num_segments, num_kept, ring;
-  u32 tokens;                                               // per thread: it stores one block of each; a power of two
+  u32 k_tokens, v_tokens;                                   // per thread: it stores one block of K, or V, of each
   u32 k_ctas, v_ctas;                                       // the grid: CTAs for K, for V, then for rings
 };
 
@@ -220,15 +220,16 @@ struct Mean {
   }
 };
 
-// As Mean, for BY_BLOCK, with room for one more number. If the launch fills the GPU, both are in shared memory: fewer
-// registers allow more CTAs per SM.
+// As Mean, for BY_BLOCK, with room for a number and for where the thread's tokens end. If the launch fills the GPU, all
+// are in shared memory: fewer registers allow more CTAs per SM. Else a thread has one token.
 #if SMALL_GRID
 struct BlockMean : Mean {
   float number;
 
   __device__ __forceinline__ explicit BlockMean(unsigned char*) {}
-  __device__ __forceinline__ void keep(float x) { number = x; }
+  __device__ __forceinline__ void keep(float x, u32) { number = x; }
   __device__ __forceinline__ float kept() const { return number; }
+  __device__ __forceinline__ bool is_last(u32) const { return true; }
 };
 #else
 struct BlockMean {
@@ -254,8 +255,11 @@ struct BlockMean {
       key[4 * i + 2] = sub(key[4 * i + 2], float_of(x.z)), key[4 * i + 3] = sub(key[4 * i + 3], float_of(x.w));
     }
   }
-  __device__ __forceinline__ void keep(float x) const { store_float2(own + 4 * STRIDE, x, 0.0f); }
+  __device__ __forceinline__ void keep(float x, u32 end) const { store_float2(own + 4 * STRIDE, x, float_of(end)); }
   __device__ __forceinline__ float kept() const { return load_float2(own + 4 * STRIDE).x; }
+  __device__ __forceinline__ bool is_last(u32 token) const {
+    return token + 1 == bits_of(load_float2(own + 4 * STRIDE).y);
+  }
 };
 #endif
 
