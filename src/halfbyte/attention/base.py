@@ -277,6 +277,19 @@ class SubBatch:
             batch.lse[self.rows] = part.lse
 
 
+class ResultBySequence(NamedTuple):
+    """A result where a dense kernel wrote it: of each sequence's last query tokens, as many of all
+    sequences. Earlier query tokens attend to nothing.
+
+    Args:
+        out: `[sequences, tokens, heads, head_size_v]`, the last dimension contiguous.
+        lse: float32 `[sequences, heads, tokens]`, natural log, without sinks.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 class AttentionBackend(ABC):
     """An implementation of attention on packed pages. Stateless; never instantiated."""
 
@@ -307,6 +320,14 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """Fill `inputs.out`, and `inputs.lse` where it is not None."""
+
+    @classmethod
+    def forward_by_sequence(cls, inputs: AttentionInputs) -> ResultBySequence | None:
+        """`forward` for a caller that reads the result where a kernel wrote it, which saves copies.
+
+        None if a backend or a batch has no such result; then nothing has been computed.
+        """
+        return None
 
 
 class GpuAttention(AttentionBackend):

@@ -26,6 +26,7 @@ from halfbyte.attention.base import (
     AttentionConfig,
     AttentionInputs,
     OverlapsStore,
+    ResultBySequence,
 )
 from halfbyte.attention.registry import ATTENTION_BACKENDS
 
@@ -52,7 +53,15 @@ def run(
     # Here, because the import needs Triton.
     from halfbyte.attention.recent.launcher import run_with_recent
 
-    run_with_recent(inputs, partial(run_on, chosen))
+    run_with_recent(inputs, partial(run_packed, chosen))
+
+
+def run_packed(backend: type[AttentionBackend], inputs: AttentionInputs) -> ResultBySequence | None:
+    """As `run_on`, but a result that lies in one tensor by sequence is returned, not copied."""
+    result = backend.forward_by_sequence(inputs)
+    if result is None:
+        run_on(backend, inputs)
+    return result
 
 
 def run_on(backend: type[AttentionBackend], inputs: AttentionInputs) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from attention.cases import DECODE_CASES, RECENT_CASES, assert_close_to_exact, make_case
 from attention.graphs import assert_graph_follows_lengths
-from attention.prefill.dense_cases import inputs_of, make_small
+from attention.prefill.dense_cases import inputs_of, make_small, prefer_pytorch
 from halfbyte.attention import AttentionInputs, AttentionPlans, paged_attention, router
 from halfbyte.attention.prefill.dense import DenseAttention
 from halfbyte.layouts import PageLayout
@@ -69,9 +69,46 @@ def test_prompts_in_the_interpreter(group: int, monkeypatch: pytest.MonkeyPatch)
     lse = torch.empty(case.query.shape[:2])
     inputs = inputs_of(case, "cpu", lse)
     launcher = interpreted("halfbyte.attention.recent.launcher")
-    launcher.run_with_recent(inputs, partial(router.run_on, DenseAttention))
+    launcher.run_with_recent(inputs, partial(router.run_packed, DenseAttention))
     assert_close_to_exact(inputs.out, case)
     torch.testing.assert_close(lse.double(), case.expected()[1], rtol=1e-3, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("recent", "query_lens", "seq_lens", "in_one_call"),
+    [
+        (64, (256, 256), (256, 256), True),
+        (20, (90,), (90,), True),
+        (20, (60,), (95,), True),  # some queries before the first one pad the call
+        slow(20, (60,), (140,), False),  # in several calls
+        slow(20, (60, 50), (60, 50), False),
+        (20, (40, 10), (40, 10), False),  # the second one is in its ring
+        (20, (12, 18), (12, 18), False),
+    ],
+    ids=str,
+)
+def test_prompts_whose_result_is_read_where_it_lies(
+    recent: int,
+    query_lens: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    in_one_call: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of batches that PyTorch's attention computes in one call; none of their rows is copied."""
+    lengths = {"query_lens": query_lens, "seq_lens": seq_lens}
+    options: dict[str, Any] = {"recent": recent, "transform": {}, "sinks": True, **lengths}
+    sizes = {"workspace_tokens": 600, "max_queries": 300}
+    case = make_small(options, monkeypatch, **sizes)
+    launcher = interpreted("halfbyte.attention.recent.launcher")
+    if in_one_call:
+        monkeypatch.setattr(DenseAttention, "forward", None)  # would be an error
+    for lse in (torch.full(case.query.shape[:2], torch.nan), None):
+        inputs = inputs_of(case, "cpu", lse)
+        inputs.set_output(torch.full_like(inputs.query, torch.nan))
+        launcher.run_with_recent(inputs, partial(router.run_packed, DenseAttention))
+        assert_close_to_exact(inputs.out, case)
+        if lse is not None:
+            torch.testing.assert_close(lse.double(), case.expected()[1], rtol=1e-3, atol=0.1)
 
 
 @pytest.mark.usefixtures("rows_alike")
@@ -137,7 +174,7 @@ def test_kernel_compiles(
     usage = compile_kernel(
         recent_kernel,
         {
-            **dict.fromkeys(names, pointer),
+            **dict.fromkeys((*names, "packed"), pointer),
             **dict.fromkeys(("entries", "starts", "lengths"), "*i32"),
             **dict.fromkeys(("packed_lse", "sinks", "lse"), "*fp32"),
             **dict.fromkeys(("score_scale", "cap"), "fp32"),
@@ -153,6 +190,7 @@ def test_kernel_compiles(
             "operand": dot_operand(dtype),
             "capped": True,
             "joins": True,
+            "by_sequence": prefill,
             "has_sinks": True,
             "has_lse": True,
             "apart": prefill,
@@ -181,6 +219,21 @@ def test_on_a_gpu(name: str, backend: str | None) -> None:
     )
     assert_close_to_exact(out.cpu(), case)
     torch.testing.assert_close(lse.cpu().double(), case.expected()[1], rtol=1e-3, atol=5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lens", [(512, 512), (700,), (512, 512, 40)], ids=str)
+def test_prompts_on_a_gpu(lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By PyTorch's attention: in one call, padded, and with another prompt."""
+    prefer_pytorch(monkeypatch, 256)
+    options: dict[str, Any] = {"recent": 64, "transform": {}, "sinks": True, "head_size": 128}
+    case = make_case(**options, query_lens=lens, seq_lens=lens)
+    query, pages = case.query.cuda(), case.pages.cuda()
+    out, lse = paged_attention(
+        query, pages, backend="dense", return_lse=True, **case.arguments("cuda")
+    )
+    assert_close_to_exact(out.cpu(), case)
+    torch.testing.assert_close(lse.cpu().double(), case.expected()[1], rtol=1e-3, atol=0.1)
 
 
 @pytest.mark.gpu

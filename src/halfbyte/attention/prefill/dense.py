@@ -27,6 +27,7 @@ from halfbyte.attention.base import (
     AttentionConfig,
     AttentionInputs,
     GpuAttention,
+    ResultBySequence,
     SubBatch,
 )
 from halfbyte.attention.paged.plan import Tiles, choose_row_tiles, triton_target
@@ -85,6 +86,17 @@ class DenseAttention(GpuAttention):
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
         run(inputs, plan_of(inputs))
+
+    @classmethod
+    def forward_by_sequence(cls, inputs: AttentionInputs) -> ResultBySequence | None:
+        """See `AttentionBackend`. For batches that PyTorch's attention computes in one call."""
+        plan = plan_of(inputs)
+        if inputs.sinks is not None or plan.split_off or plan.chunks or len(plan.long) != 1:
+            return None
+        (long,) = plan.long
+        if long.cached or long.count != inputs.seq_lens.shape[0]:
+            return None
+        return _run_last(inputs, long)
 
 
 def run(inputs: AttentionInputs, plan: DensePlan) -> None:
@@ -158,26 +170,33 @@ def _run_long(inputs: AttentionInputs, long: LongSequences) -> None:
             parts.append((out[0, :queries], logs[0, :, :queries]))
             if len(parts) == MAX_PARTS:
                 parts = [join(parts)]
+    out, logs = _run_last(inputs, long)
+    exact = last.size == queries and long.count * queries == inputs.query.shape[0]
+    if exact and not parts and inputs.sinks is None and inputs.lse is None:
+        inputs.set_output(out.flatten(0, 1))
+        return
+    for i in range(long.count):
+        begin = long.query_begin + i * long.stride
+        at = slice(begin, begin + queries)
+        combine(
+            [*parts, (out[i], logs[i])],
+            inputs.sinks,
+            inputs.out[at],
+            None if inputs.lse is None else inputs.lse[at],
+        )
+
+
+def _run_last(inputs: AttentionInputs, long: LongSequences) -> ResultBySequence:
+    """Attention to the causal block."""
+    queries, last = long.queries, long.last
     before = last.end - last.begin - queries
     if long.count > 1:
         query = _rows_of(inputs.query, long)
     else:
         query = _padded_rows(inputs.query, long.query_begin - before, last.size)[None]
     out, logs = _run_block(inputs, last, query, causal=True)
-    exact = last.size == queries and long.count * queries == inputs.query.shape[0]
-    if exact and not parts and inputs.sinks is None and inputs.lse is None:
-        inputs.set_output(out.flatten(0, 1))
-        return
     own = slice(before, before + queries)
-    for i in range(long.count):
-        begin = long.query_begin + i * long.stride
-        at = slice(begin, begin + queries)
-        combine(
-            [*parts, (out[i, own], logs[i, :, own])],
-            inputs.sinks,
-            inputs.out[at],
-            None if inputs.lse is None else inputs.lse[at],
-        )
+    return ResultBySequence(out[:, own], logs[:, :, own])
 
 
 def _run_block(

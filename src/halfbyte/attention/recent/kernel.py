@@ -65,7 +65,29 @@ def _add_keys(
     return acc, total, new_top
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "reach"])
+# What changes per batch must not trigger recompilation: numbers, and the alignment of logs.
+_OF_PACKED = ["packed_tokens", "packed_lse", "log_sequence", "log_token", "log_head"]
+
+
+@triton.jit
+def _load_packed(
+    packed,
+    packed_lse,
+    in_packed,
+    in_logs,
+    live,
+    head_size: tl.constexpr,
+    padded: tl.constexpr,
+):
+    """The result of attention to the pages, float32 `[rows, padded]`, and logs of its denominators
+    in base 2 `[rows]`; 0 and -inf for rows that are not `live`, and for those without keys."""
+    log = tl.load(packed_lse + in_logs, mask=live, other=float("-inf")) * LOG2E
+    x = _load(packed, in_packed, live, head_size, padded)
+    # Rows without keys may hold anything.
+    return tl.where((log > float("-inf"))[:, None], x.to(tl.float32), 0.0), log
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "reach", *_OF_PACKED])
 def recent_kernel(
     query,
     keys,
@@ -75,6 +97,7 @@ def recent_kernel(
     value,
     starts,
     lengths,
+    packed,
     packed_lse,
     sinks,
     out,
@@ -92,6 +115,13 @@ def recent_kernel(
     value_head,
     out_token,
     out_head,
+    packed_tokens,
+    packed_sequence,
+    packed_token,
+    packed_head,
+    log_sequence,
+    log_token,
+    log_head,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     ring: tl.constexpr,
@@ -102,6 +132,7 @@ def recent_kernel(
     operand: tl.constexpr,
     capped: tl.constexpr,
     joins: tl.constexpr,
+    by_sequence: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
     apart: tl.constexpr,
@@ -115,15 +146,20 @@ def recent_kernel(
 
     Args, beside those of `RecentInputs`:
         starts, lengths: int32 `[sequences + 1]` and `[sequences]`, as of `paged_attention`.
-        packed_lse: float32 `[tokens, heads]`, natural logs of the denominators of attention to the
-            pages without sinks, read where `joins`; `out` then holds its result.
+        packed, packed_lse: result of attention to the pages, without sinks, and natural logs of
+            its denominators in float32; read where `joins`. With `by_sequence` they are those of
+            `ResultBySequence`, else `[tokens, heads, Dv]`, which may be `out`, and `[tokens,
+            heads]`.
         sinks: `[heads]`, read where `has_sinks`.
         out: `[tokens, heads, Dv]`, contiguous heads.
+        packed_tokens: of each sequence, with `by_sequence`; further arguments are strides.
         lse: float32 `[tokens, heads]`, natural logs, written where `has_lse`.
         score_scale, cap: as of `attention_kernel`.
         reach: a row sees the keys less than `reach` positions before it.
-        apart: whether keys of the ring and of the step are processed in separate loops, so that
-            loads can be pipelined; a row's sums then depend on its tile.
+        apart: for prompts. Keys of the ring and of the step are processed in separate loops, so
+            that loads can be pipelined; a row's sums then depend on its tile. The softmax starts
+            from the result for the pages, so that its load overlaps with others; else that is
+            merged at the end.
     """
     heads_per_tile: tl.constexpr = group if group < block_m else block_m
     tokens_per_tile: tl.constexpr = block_m // heads_per_tile
@@ -164,6 +200,23 @@ def recent_kernel(
     top = tl.full((block_m,), float("-inf"), tl.float32)
     total = tl.full((block_m,), 0.0, tl.float32)
     acc = tl.full((block_m, padded_v), 0.0, tl.float32)
+    if joins:
+        packed_row = begin_token
+        has_packed = inside
+        if by_sequence:
+            packed_row = begin_token - query_end + packed_tokens
+            has_packed = inside & (packed_row + row_token >= 0)
+            packed += sequence.to(tl.int64) * packed_sequence
+            packed_lse += sequence.to(tl.int64) * log_sequence
+        packed += packed_row.to(tl.int64) * packed_token
+        packed_lse += packed_row.to(tl.int64) * log_token
+        in_packed = row_token * packed_token + head * packed_head
+        in_logs = row_token * log_token + head * log_head
+        if apart:
+            acc, top = _load_packed(
+                packed, packed_lse, in_packed, in_logs, has_packed, head_size_v, padded_v
+            )
+            total = tl.where(top > float("-inf"), 1.0, 0.0)
     sums = (acc, total, top)
     factors = (score_scale, cap)
     if apart:
@@ -209,14 +262,14 @@ def recent_kernel(
     out += begin64 * out_token
     in_out = row_token * out_token + head * out_head
     in_lse = begin64 * (kv_heads * group) + (row_token * (kv_heads * group) + head)
-    if joins:
-        log = tl.load(packed_lse + in_lse, mask=inside, other=float("-inf")) * LOG2E
+    if joins and not apart:
+        x, log = _load_packed(
+            packed, packed_lse, in_packed, in_logs, has_packed, head_size_v, padded_v
+        )
         new_top = tl.maximum(top, log)
         unit = tl.where(new_top == float("-inf"), 0.0, new_top)
         rescale, weight = tl.exp2(top - unit), tl.exp2(log - unit)
-        # Rows without keys in the pages may hold anything.
-        packed = _load(out, in_out, inside & (weight > 0.0), head_size_v, padded_v)
-        acc = acc * rescale[:, None] + packed.to(tl.float32) * weight[:, None]
+        acc = acc * rescale[:, None] + x * weight[:, None]
         total, top = total * rescale + weight, new_top
     factor, log = finalize_softmax(top, total, load_sinks(sinks, head, inside, has_sinks))
     columns = tl.arange(0, padded_v)[None, :]

@@ -1,12 +1,12 @@
 """Attention to recent tokens, merged with attention to the pages."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from halfbyte.attention.base import AttentionInputs
+from halfbyte.attention.base import AttentionInputs, ResultBySequence
 from halfbyte.attention.paged.plan import Tiles, exponent_factors, triton_target
 from halfbyte.attention.recent.kernel import recent_kernel
 from halfbyte.kernels.formats.dot_operands import dot_operand
@@ -44,32 +44,87 @@ def launch_options(tiles: Tiles, compute_capability: int) -> dict[str, Any]:
     return options
 
 
-def run_with_recent(inputs: AttentionInputs, run_packed: Callable[[AttentionInputs], None]) -> None:
+def run_with_recent(
+    inputs: AttentionInputs,
+    run_packed: Callable[[AttentionInputs], ResultBySequence | None],
+) -> None:
     """Fill `inputs.out`, and `inputs.lse` where it is not None.
 
-    Attention to the pages runs first; its result is then merged in place.
+    Attention to the pages runs first; then its result is merged with attention to recent tokens.
 
     Args:
         inputs: of `paged_attention`, checked, all on one GPU, with `recent`.
-        run_packed: attends to the pages.
+        run_packed: attends to the pages; fills output and LSE, or returns where its result is.
     """
     recent, window = inputs.recent, inputs.sliding_window
     assert recent is not None
-    packed_lse = None
+    result = None
     if window is None or window > recent.tokens:
-        packed_lse = inputs.query.new_empty(inputs.query.shape[:2], dtype=torch.float32)
-        packed = replace(inputs.packed, sinks=None, lse=packed_lse, given_out=inputs.given_out)
-        run_packed(packed)
-        inputs.set_output(packed.out)
-    _join(inputs, recent, packed_lse)
+        lse = inputs.query.new_empty(inputs.query.shape[:2], dtype=torch.float32)
+        packed = replace(inputs.packed, sinks=None, lse=lse, given_out=inputs.given_out)
+        by_sequence = run_packed(packed)
+        if by_sequence is None:
+            inputs.set_output(packed.out)
+            result = _Packed.in_place(packed.out, lse)
+        else:
+            result = _Packed.of(by_sequence)
+    _join(inputs, recent, result)
 
 
-def _join(inputs: AttentionInputs, recent: RecentInputs, packed_lse: torch.Tensor | None) -> None:
-    """Merge attention to recent tokens into `inputs.out`.
+@dataclass(frozen=True)
+class _Packed:
+    """Attention to the pages, as `recent_kernel` reads it.
 
     Args:
-        packed_lse: float32 `[tokens, heads]`, contiguous: LSE (natural log, without sinks) of the
-            result in `inputs.out`; None if `inputs.out` is empty.
+        out, lse: as of `ResultBySequence`; if not `by_sequence`, of one sequence of all tokens.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    by_sequence: bool
+
+    @classmethod
+    def in_place(cls, out: torch.Tensor, lse: torch.Tensor) -> "_Packed":
+        """Of `[tokens, heads, Dv]` and `[tokens, heads]`."""
+        return cls(out[None], lse.t()[None], False)
+
+    @classmethod
+    def of(cls, result: ResultBySequence) -> "_Packed":
+        """Of a result by sequence."""
+        return cls(*result, True)
+
+    def arguments(self) -> dict[str, Any]:
+        """Of `recent_kernel`."""
+        names = ("sequence", "token", "head")
+        of_logs = dict(zip(("sequence", "head", "token"), self.lse.stride(), strict=True))
+        return {
+            "packed": self.out,
+            "packed_lse": self.lse,
+            "packed_tokens": self.out.shape[1],
+            **{f"packed_{n}": s for n, s in zip(names, self.out.stride()[:3], strict=True)},
+            **{f"log_{n}": s for n, s in of_logs.items()},
+            "joins": True,
+            "by_sequence": self.by_sequence,
+        }
+
+
+def _nothing_packed(any_tensor: torch.Tensor) -> dict[str, Any]:
+    """Arguments of `recent_kernel` without attention to the pages."""
+    strides = [f"{x}_{n}" for x in ("packed", "log") for n in ("sequence", "token", "head")]
+    return {
+        "packed": any_tensor,
+        "packed_lse": any_tensor,
+        **dict.fromkeys(("packed_tokens", *strides), 0),
+        "joins": False,
+        "by_sequence": False,
+    }
+
+
+def _join(inputs: AttentionInputs, recent: RecentInputs, packed: _Packed | None) -> None:
+    """Write attention to all tokens to `inputs.out`.
+
+    Args:
+        packed: attention to the pages; None if no token there is visible.
     """
     layout, out = inputs.layout, inputs.out
     query, key, value = (
@@ -96,7 +151,6 @@ def _join(inputs: AttentionInputs, recent: RecentInputs, packed_lse: torch.Tenso
             value=value,
             starts=inputs.query_start_loc.contiguous(),
             lengths=inputs.seq_lens.contiguous(),
-            packed_lse=out if packed_lse is None else packed_lse,
             sinks=out if inputs.sinks is None else inputs.sinks.contiguous(),
             out=out,
             lse=out if inputs.lse is None else inputs.lse,
@@ -113,6 +167,7 @@ def _join(inputs: AttentionInputs, recent: RecentInputs, packed_lse: torch.Tenso
             value_head=value.stride(1),
             out_token=out.stride(0),
             out_head=out.stride(1),
+            **_nothing_packed(out) if packed is None else packed.arguments(),
             kv_heads=layout.num_kv_heads,
             group=group,
             ring=recent.keys.shape[2],
@@ -122,7 +177,6 @@ def _join(inputs: AttentionInputs, recent: RecentInputs, packed_lse: torch.Tenso
             padded_v=_padded(layout.head_size_v),
             operand=dot_operand(query.dtype, interpreted=not query.is_cuda),
             capped=bool(inputs.softcap),
-            joins=packed_lse is not None,
             has_sinks=inputs.sinks is not None,
             has_lse=inputs.lse is not None,
             apart=prefill,
