@@ -321,6 +321,30 @@ def cuts() -> None:
             assert error <= 0.01 * exact.abs().max()
 
 
+def swiglu() -> None:
+    """Tiles of `gemm_sm90/gemm.cu` with SwiGLU; a cluster's second CTA may have no rows."""
+    from halfbyte.linear.w4a16.gemm_sm90.launcher import gemm_product
+    from halfbyte.linear.w4a16.gemm_sm90.plan import SWIGLU_TILES, GemmPlan
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    n, k, m = 640, 1104, 150
+    layer, weight, scale, rows = packed_on_gpu(n, k)
+    x, bias = random_input(m, k, torch.bfloat16), layer.bias
+    product = F.linear(x.double(), layer.dequantize(torch.float64), bias.double())
+    gate, up = product.bfloat16().double().chunk(2, dim=-1)
+    exact = F.silu(gate) * up
+    for tile in SWIGLU_TILES:
+        tiles = tile.pairs(n, m)
+        for clusters, cut in ((tiles, 0), (tiles + 1, tiles), (3 * tiles, tiles)):
+            print("swiglu", tile, clusters, cut, flush=True)
+            plan = GemmPlan(tile, tiles, clusters, cut)
+            call = gemm_product(x.shape, n, x.dtype, 0, plan, True)
+            out = call(x.cuda(), weight, scale, rows, bias.cuda())
+            error = (out.cpu().double() - exact).abs().max()
+            assert error <= 0.02 * exact.abs().max()
+
+
 def experts() -> None:
     """`experts.cu` and, on SM90, `gemm_sm90/`; Triton. Two of eight experts get no token."""
     for name, options in EXPERTS.items():
@@ -375,6 +399,7 @@ PARTS: dict[str, Callable[[], None]] = {
         linear,
         unpacked,
         cuts,
+        swiglu,
         experts,
         tiles,
     )

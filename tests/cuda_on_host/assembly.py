@@ -151,8 +151,8 @@ ASSEMBLY = {
     "bar.arrive 3, 256;": f"{HERE}meet(3, 256, false, false)",
     "bar.sync %0, 160;": f"{HERE}meet(%0, 160, true, false)",
     "bar.arrive %0, 160;": f"{HERE}meet(%0, 160, false, false)",
-    "{.reg .pred p, q; setp.ne.u32 q, %1, 0; bar.red.or.pred p, %2, 128, q; "
-    "selp.u32 %0, 1, 0, p;}": f"%0 = {HERE}meet(%2, 128, true, %1)",
+    "{.reg .pred p, q; setp.ne.u32 q, %1, 0; bar.red.or.pred p, %2, %3, q; "
+    "selp.u32 %0, 1, 0, p;}": f"%0 = {HERE}meet(%2, %3, true, %1)",
     "st.relaxed.gpu.global.u64 [%0], %1;": f"{HERE}set_flag(%0, %1)",
     "st.release.gpu.global.u64 [%0], %1;": f"{HERE}set_flag(%0, %1)",
     "ld.relaxed.gpu.global.u64 %0, [%1];": "%0 = *(%1)",

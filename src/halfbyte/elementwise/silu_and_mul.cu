@@ -2,10 +2,10 @@
 //
 // Macros: X_BF16; SIZE of a row of out, a multiple of 8.
 
+#include "elementwise/silu.cuh"
 #include "elementwise/values.cuh"
 
 #define CHUNKS (SIZE / 8)
-#define LOG2E 1.4426950408889634f
 
 struct Params {
   const uint4* x;
@@ -23,6 +23,6 @@ extern "C" __global__ void __launch_bounds__(128) silu_and_mul(const __grid_cons
   float gate[8], up[8];
   widen8(gate, row[0]), widen8(up, row[CHUNKS]);
 #pragma unroll
-  for (int j = 0; j < 8; j++) gate[j] = __fdiv_rn(gate[j], 1.0f + ex2(-LOG2E * gate[j])) * up[j];
+  for (int j = 0; j < 8; j++) gate[j] = silu_and_multiply(gate[j], up[j]);
   p.out[i] = narrow8(gate);
 }

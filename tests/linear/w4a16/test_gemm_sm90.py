@@ -12,7 +12,7 @@ import torch
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory
 from halfbyte.linear.w4a16.gemm_sm90 import launcher as gemm
-from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan, Tile, make_plan
+from halfbyte.linear.w4a16.gemm_sm90.plan import SWIGLU_TILES, TILES, GemmPlan, Tile, make_plan
 from halfbyte.linear.w4a16.packed_weight import DTYPES, TILE_K, TILE_N
 from linear.gpus import H200
 from linear.w4a16.test_gemm_sm90_plan import WEIGHTS
@@ -25,17 +25,18 @@ REGISTERS_PER_SM = 65536
 
 
 @pytest.mark.parametrize(
-    ("tile", "dtype"),
+    ("tile", "dtype", "swiglu"),
     [
-        (tile, dtype) if i % 8 == j else slow(tile, dtype)
-        for i, tile in enumerate(TILES)
+        (tile, dtype, swiglu) if i % 8 == j + 2 * swiglu else slow(tile, dtype, swiglu)
+        for swiglu in (False, True)
+        for i, tile in enumerate(SWIGLU_TILES if swiglu else TILES)
         for j, dtype in enumerate(DTYPES)
     ],
     ids=str,
 )
-def test_kernel_compiles(tile: Tile, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_kernel_compiles(tile: Tile, dtype: torch.dtype, swiglu: bool, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    options = gemm.macros(dtype, tile)
+    options = gemm.macros(dtype, tile, swiglu)
     cubin = compiled("linear/w4a16/gemm_sm90/gemm.cu", options, "sm_90a")
     assert stack_bytes(cubin) == 0
     code = disassembled(cubin, tmp_path)

@@ -74,8 +74,9 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
             but flags stay as the one before has left them.
     """
 
-    def kernel(dtype: torch.dtype, tile: Tile, device: object) -> tuple[Any, int]:
-        library = cuda_on_host.build("linear/w4a16/gemm_sm90/gemm.cu", gemm.macros(dtype, tile))
+    def kernel(dtype: torch.dtype, tile: Tile, device: object, swiglu: bool) -> tuple[Any, int]:
+        macros = gemm.macros(dtype, tile, swiglu)
+        library = cuda_on_host.build("linear/w4a16/gemm_sm90/gemm.cu", macros)
         return library.linear_gemm, gemm.shared_bytes(tile)
 
     def launch(
@@ -114,17 +115,19 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
     gemm.gemm_product.cache_clear()
 
 
-def launched(case: Case, plan: GemmPlan) -> torch.Tensor:
+def launched(case: Case, plan: GemmPlan, swiglu: bool = False) -> torch.Tensor:
     launch = gemm.gemm_product(
-        case.x.shape, len(case.bias), case.x.dtype, case.x.get_device(), plan
+        case.x.shape, len(case.bias), case.x.dtype, case.x.get_device(), plan, swiglu
     )
     return launch(case.x, *case.weights, case.bias)
 
 
-def product(case: Case, plan: GemmPlan, *clusters_at_once: int) -> torch.Tensor:
-    """The product by the launcher; see `on_host`."""
+def product(
+    case: Case, plan: GemmPlan, *clusters_at_once: int, swiglu: bool = False
+) -> torch.Tensor:
+    """The product by the launcher, with or without SwiGLU; see `on_host`."""
     with on_host(clusters_at_once or [1]):
-        return launched(case, plan)
+        return launched(case, plan, swiglu)
 
 
 def assert_product(out: torch.Tensor, case: Case) -> None:

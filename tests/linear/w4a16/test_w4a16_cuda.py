@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig
-from halfbyte.linear.w4a16.cuda import CudaKernel, _variant
+from halfbyte.linear.w4a16.cuda import CudaKernel, choose_variant
 from halfbyte.linear.w4a16.gemv.plan import Gpu
 from halfbyte.linear.w4a16.gpu import gpu_of
 from linear.cases import assert_close_enough, random_input, random_layer
@@ -61,9 +61,9 @@ def test_says_what_it_cannot_do() -> None:
         (1000, RTX_3090, "dequant"),
     ],
 )
-def test_variant_for_a_number_of_tokens(m: int, gpu: Gpu, expected: str) -> None:
+def testchoose_variant_for_a_number_of_tokens(m: int, gpu: Gpu, expected: str) -> None:
     for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
-        assert _variant(m, n, k, gpu) == expected
+        assert choose_variant(m, n, k, gpu) == expected
 
 
 @pytest.mark.gpu

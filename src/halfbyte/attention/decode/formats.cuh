@@ -57,18 +57,6 @@ __device__ __forceinline__ void cp_async16_if(bool wanted, u32 dst, const void* 
       "l"(src), "r"((int)wanted));
 }
 
-__device__ __forceinline__ void ldmatrix4(u32* r, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-
-__device__ __forceinline__ void ldmatrix4_trans(u32* r, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-
 template <bool BF16>
 __device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {
   if (BF16)

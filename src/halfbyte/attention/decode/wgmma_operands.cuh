@@ -257,7 +257,6 @@ __device__ __forceinline__ void add_values(float (*out)[N_TILES][4], const u32 (
 // Stores four 8 x 8 fp16 matrices, transposed: a lane has rows 2c and 2c + 1 of column g of each, and
 // gives the address of row lane % 8 of matrix lane / 8.
 __device__ __forceinline__ void store_matrices(u32 address, const u32* x, const u32* y) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(x[0]), "r"(x[1]), "r"(y[0]), "r"(y[1])
-               : "memory");
+  const u32 matrices[4] = {x[0], x[1], y[0], y[1]};
+  stmatrix4_trans(address, matrices);
 }

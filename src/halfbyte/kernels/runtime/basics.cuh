@@ -44,6 +44,25 @@ __device__ __forceinline__ void load4(float* to, const float* from) {
   to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
 }
 
+// Four 8 x 8 matrices of 16-bit values.
+__device__ __forceinline__ void ldmatrix4(u32* r, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ void ldmatrix4_trans(u32* r, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ void stmatrix4_trans(u32 address, const u32* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // 1 / sqrt(size), for the sizes that kernels rotate: 64, 128 and 256.
 __device__ __forceinline__ constexpr float hadamard_norm(int size) {
   return size == 64 ? 0.125f : size == 256 ? 0.0625f : 0.08838834764831845f;

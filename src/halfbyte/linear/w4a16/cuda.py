@@ -1,10 +1,10 @@
 """CUDA C++ on NVIDIA GPUs from SM80, W4A16: weights are repacked once, at load.
 
-The number of tokens M selects the variant (`_variant`). Small M: GEMV, bound by memory bandwidth
-(`gemv.cu`). Larger M on SM90: GEMM, which unpacks the weights inside a `wgmma` matmul (`gemm.cu`).
-Larger M on other GPUs: weights are dequantized to 16 bits and cuBLAS multiplies (`dequant.cu`). A
-batch-invariant layer uses the GEMV for every M, because its order of summation does not depend on
-M."""
+The number of tokens M selects the variant (`choose_variant`). Small M: GEMV, bound by memory
+bandwidth (`gemv.cu`). Larger M on SM90: GEMM, which unpacks the weights inside a `wgmma` matmul
+(`gemm.cu`). Larger M on other GPUs: weights are dequantized to 16 bits and cuBLAS multiplies
+(`dequant.cu`). A batch-invariant layer uses the GEMV for every M, because its order of summation
+does not depend on M."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -74,7 +74,7 @@ def _product(
     m = shape.numel() // k
     if not m:
         return partial(_of_no_tokens, n)
-    variant = "gemv" if batch_invariant else _variant(m, n, k, gpu_of(device))
+    variant = "gemv" if batch_invariant else choose_variant(m, n, k, gpu_of(device))
     if variant == "gemv":
         return gemv_product(shape, n, dtype, device, batch_invariant, None)
     if variant == "gemm":
@@ -86,7 +86,7 @@ def _of_no_tokens(n: int, x: torch.Tensor, *weights: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _variant(m: int, n: int, k: int, gpu: Gpu) -> Literal["gemv", "gemm", "dequant"]:
+def choose_variant(m: int, n: int, k: int, gpu: Gpu) -> Literal["gemv", "gemm", "dequant"]:
     """The variant with the lowest estimated time for m tokens."""
     if gpu.compute_capability != 90:
         return "gemv" if m <= _MAX_GEMV_TOKENS else "dequant"

@@ -3,7 +3,12 @@
 from typing import Any
 
 from halfbyte.kernels.runtime.inductor import OVERLAP, can_overlap
-from halfbyte.plugins.vllm.registry import is_dense, uses_halfbyte
+from halfbyte.plugins.vllm.layers import wants_layers
+from halfbyte.plugins.vllm.options import Options
+from halfbyte.plugins.vllm.registry import is_dense, uses_halfbyte, wants_kernels
+
+_PASS = "post_grad_custom_post_pass"
+"""Where vLLM looks for a pass of the user's, which it runs after its own."""
 
 
 def overlap_launches(vllm_config: Any) -> None:
@@ -25,3 +30,28 @@ def overlap_launches(vllm_config: Any) -> None:
         return
     if is_dense(vllm_config.model_config):
         options.setdefault(OVERLAP, True)
+
+
+def fuse_swiglu(vllm_config: Any) -> None:
+    """Let NVFP4 layers apply the SwiGLU behind them, in runs whose layers both are halfbyte's.
+
+    Only with `elementwise: on`: `auto` is for what was timed inside vLLM. A pass of the user's
+    takes precedence, and a vLLM that has none is left alone.
+
+    Args:
+        vllm_config: vLLM's, modified in place.
+    """
+    options = getattr(
+        getattr(vllm_config, "compilation_config", None), "inductor_compile_config", None
+    )
+    if options is None or not uses_halfbyte(vllm_config):
+        return
+    if Options.parse(vllm_config.additional_config).elementwise != "on":
+        return
+    if not (wants_layers(vllm_config) and wants_kernels(vllm_config, "linear")):
+        return
+    try:
+        from halfbyte.plugins.vllm.swiglu_pass import FuseSwiGLU
+    except ImportError:
+        return
+    options.setdefault(_PASS, FuseSwiGLU())

@@ -20,10 +20,12 @@
 //   STEP       of k: 64 or 128
 //   GROUPS     warpgroups that multiply: 2 or 3
 //   STAGES     tiles in the ring, at least 3
+//   SWIGLU     1: W is gate and up, the output silu(gate x) * (up x). Of two warpgroups the first has rows of gate, the
+//              second the same of up. N is a multiple of 128.
 
 #include "linear/w4a16/values.cuh"
-#include "linear/w4a16/gemm_sm90/join.cuh"
 #include "linear/w4a16/gemm_sm90/ring.cuh"
+#include "linear/w4a16/gemm_sm90/store.cuh"
 #include "linear/w4a16/gemm_sm90/wgmma.cuh"
 
 #define X_BYTES (TOKENS * STEP * 2)
@@ -32,8 +34,6 @@
 #define BLOCK_BYTES (64 * STEP / 2)     // per warpgroup and step
 #define BLOCK_SCALE_BYTES (64 * STEP / 16)
 #define STAGE_BYTES (X_BYTES + GROUPS * (BLOCK_BYTES + BLOCK_SCALE_BYTES))
-#define OUT_BYTES (TOKENS * 64 * 2)  // per warpgroup
-#define STRIP_BYTES (16 * 64 * 2)    // of 16 tokens
 #define OFF_OUT (STAGES * X_BYTES)
 #define OFF_WEIGHT (OFF_OUT + GROUPS * OUT_BYTES)
 #define OFF_SCALE (OFF_WEIGHT + STAGES * GROUPS * BLOCK_BYTES)
@@ -44,9 +44,9 @@
 // Per thread. A tile of up to 128 tokens and two warpgroups starts with few, so that its CTAs find room beside those of a
 // small kernel in front (512 threads of a norm of 4,096 have 16,384), and load weights while that runs. Then the producer
 // gives registers to the workers; with fewer ptxas serializes wgmma.
-#define LAUNCH_REGISTERS (GROUPS == 3 ? 128 : TOKENS <= 64 ? 96 : TOKENS <= 128 ? 112 : 168)
+#define LAUNCH_REGISTERS (GROUPS == 3 ? 128 : TOKENS <= 64 ? 96 : TOKENS <= 128 ? (SWIGLU ? 120 : 112) : 168)
 #define LOADER_REGISTERS (GROUPS == 2 && TOKENS > 128 ? 40 : 32)
-#define WORKER_REGISTERS (GROUPS == 3 ? 160 : TOKENS <= 64 ? 128 : TOKENS <= 128 ? 152 : 232)
+#define WORKER_REGISTERS (GROUPS == 3 ? 160 : TOKENS <= 64 ? 128 : TOKENS <= 128 ? (SWIGLU ? 160 : 152) : 232)
 
 __device__ __forceinline__ uint2 load_shared8(u32 address) {
   uint2 y;
@@ -101,7 +101,7 @@ struct Loader {
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
       // Blocks beyond N load the last block instead; their output is not written.
-      blocks[i] = min(place.row_block + i, p.blocks_n - 1) * p.steps + work.first;
+      blocks[i] = min(place.weight_block(p, i), p.blocks_n - 1) * p.steps + work.first;
       asm volatile("" : "+r"(blocks[i]));  // computed here, not sunk to its use
     }
   }
@@ -143,73 +143,6 @@ struct Loader {
   }
 };
 
-// Global scales and biases of a thread's rows of W, g and g + 8 of its warp's 16. Biases are the loaded bits: the
-// conversion, which waits for them, comes later.
-struct Rows {
-  float scale[2];
-  u32 bias[2];
-
-  __device__ __forceinline__ Rows(const Params& p, int first) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int row = first + 8 * i;
-      scale[i] = row < 64 * p.blocks_n ? p.row_scale[row] : 0.0f;
-      bias[i] = p.bias && row < p.n ? p.bias[row] : 0;
-    }
-  }
-};
-
-// A worker thread's indices. Recomputed for every tile rather than kept in registers.
-struct Worker {
-  int group, warp, lane;
-
-  __device__ __forceinline__ Worker() {
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    const int warps = __shfl_sync(~0u, thread / 32, 0);  // known to be the same for a warp
-    group = warps / 4 - 1, warp = warps % 4, lane = thread % 32;
-  }
-};
-
-// Writes strips of the output. Of every 8 tokens a thread has 2c, 2c + 1. In shared memory a token's 64 rows of W
-// are 128 bytes, swizzled.
-__device__ __forceinline__ void store(const Place& place, const Share& share, const Rows& rows,
-                                      const TensorMap* map, u32 shared, const float* sums,
-                                      const Worker& self) {
-  const int group = self.group, lane = self.lane;
-  const u32 out = shared + OFF_OUT + group * OUT_BYTES;
-  wait_for_stores();
-  group_sync(group);
-  const float bias[2] = {lower_to_float(rows.bias[0]), lower_to_float(rows.bias[1])};
-  // Lanes give the row addresses of four matrices: 8 tokens x 8 rows of W, 8 more rows, both of 8 more tokens.
-  const u32 token = (lane & 7) + (lane >> 4) * 8, chunk = 2 * self.warp + (lane >> 3 & 1);
-  const u32 address = out + token * 128 + ((chunk ^ (token & 7)) * 16);
-#pragma unroll
-  for (int strip = 0; strip < STRIPS; strip++) {
-    if (!share.has(strip)) continue;
-    const float* d = sums + strip * 8;
-    u32 pairs[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      pairs[j] = pack_pair(d[2 * j] * rows.scale[j & 1] + bias[j & 1],
-                           d[2 * j + 1] * rows.scale[j & 1] + bias[j & 1]);
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     address + strip * STRIP_BYTES),
-                 "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
-                 : "memory");
-  }
-  fence_async_proxy();
-  group_sync(group);
-  const u32 strip = threadIdx.x % 128;
-  if (share.has(strip)) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
-                 "r"((place.row_block + group) * 64), "r"(place.token + (int)strip * 16),
-                 "r"(out + strip * STRIP_BYTES)
-                 : "memory");
-    asm volatile("cp.async.bulk.commit_group;");
-  }
-}
-
 // Epilogue of a tile; of a part of a tile, together with other clusters.
 __device__ __forceinline__ void finish(const Params& p, const Epilogue& epilogue, const Rows& rows,
                                        const TensorMap* map, u32 shared, float* sums) {
@@ -217,7 +150,7 @@ __device__ __forceinline__ void finish(const Params& p, const Epilogue& epilogue
   const int group = self.group;
   const u32 rank = cluster_rank();
   if (!epilogue.is_part) {
-    store(epilogue.place, Share(0, epilogue.strips), rows, map, shared, sums, self);
+    store(epilogue.place, Share(0, epilogue.strips), rows, map, shared + OFF_OUT, sums, self);
   } else if (epilogue.is_tail) {
     store_sums(partial_of(p, true, cluster_number(), rank), epilogue.strips, Share(0, 0), sums);
     notify_flag_warp(group, true);
@@ -227,7 +160,7 @@ __device__ __forceinline__ void finish(const Params& p, const Epilogue& epilogue
     Share share = epilogue.share;
     while (true) {
       add_sums(p, epilogue.join, epilogue.own, rank, share, sums);
-      store(epilogue.place, share, rows, map, shared, sums, self);
+      store(epilogue.place, share, rows, map, shared + OFF_OUT, sums, self);
       if (!gone) break;
       share = Share(epilogue.join, epilogue.strips, __ffs(gone) - 1);
       gone &= gone - 1;
@@ -258,7 +191,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
   PipelineState state;  // of the next fetch
   int stage = 0;  // of the next matmuls
   for (; more; more = work.next(p)) {
-    const Rows rows(p, (Place(p, work.tile).row_block + group) * 64 + warp * 16 + lane / 4);
+    const Rows rows(p, Place(p, work.tile).weight_block(p, group) * 64 + warp * 16 + lane / 4);
     float sums[VALUES];
     u32 a[2][GROUP][4];
     uint4 words[BOXES];

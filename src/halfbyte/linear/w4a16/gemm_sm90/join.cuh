@@ -15,14 +15,16 @@
 #define VALUES (TOKENS / 2)  // accumulators per thread
 #define STRIP_FLOATS (8 * WORKERS)
 #define MAX_SHARERS 32  // max clusters per tile: one per lane
+#define ALL_WORKERS (1 + 3 * GROUPS)  // their barrier; those of groups and flag warps come before it
 
-// Barrier of a warpgroup; returns whether `here` is true for any thread.
-__device__ __forceinline__ bool group_any(int group, bool here) {
+// Barrier of so many threads; returns whether `here` is true for any of them.
+template <int COUNT>
+__device__ __forceinline__ bool any(int barrier, bool here) {
   u32 any;
   asm volatile(
-      "{.reg .pred p, q; setp.ne.u32 q, %1, 0; bar.red.or.pred p, %2, 128, q; selp.u32 %0, 1, 0, p;}"
+      "{.reg .pred p, q; setp.ne.u32 q, %1, 0; bar.red.or.pred p, %2, %3, q; selp.u32 %0, 1, 0, p;}"
       : "=r"(any)
-      : "r"((u32)here), "r"(1 + group)
+      : "r"((u32)here), "r"(barrier), "n"(COUNT)
       : "memory");
   return __shfl_sync(~0u, any, 0);  // known to be the same for a warp
 }
@@ -202,7 +204,9 @@ __device__ __forceinline__ bool exchange_sums(const Params& p, const Epilogue& e
   Share kept = epilogue.share;
   if (own > 1) kept.stop = kept.first;
   store_sums(partial, epilogue.strips, kept, sums);
-  const bool stays = group_any(group, first_thread && epilogue.head_runs == p.flag_epoch);
+  // With SwiGLU both warpgroups stay or none, because each needs the other's values.
+  const bool leaves = first_thread && epilogue.head_runs != p.flag_epoch;
+  const bool stays = !(SWIGLU ? any<WORKERS>(ALL_WORKERS, leaves) : any<128>(1 + group, leaves));
   if (!stays) {
     store_sums(partial, epilogue.strips, Share(0, 0), sums);
     group_sync(group);

@@ -26,6 +26,7 @@ from halfbyte.kernels.runtime.tensor_maps import (
 from halfbyte.linear.w4a16.gemm_sm90.plan import (
     MAX_SHARERS,
     STRIP,
+    SWIGLU_TILES,
     TILES,
     GemmPlan,
     Tile,
@@ -38,6 +39,8 @@ _ONE = 2**31
 """Scale of fixed-point inverses; `x / by` is exact where `x * by` is less than this."""
 
 
+SWIGLU_MULTIPLE = 128
+"""Rows of W come in multiples of this where the kernel applies SwiGLU: blocks of gate and up."""
 _FLAG_EPOCHS = count(secrets.randbits(64), 2)
 """Two flag values, unique per launch, so that flags need no clearing before it. A CUDA graph's
 replays reuse them: a launch resets its flags before it ends."""
@@ -81,28 +84,39 @@ class GemmProduct:
 
     Args:
         plan: how to split the work; by default from `make_plan`.
+        swiglu: whether W has n / 2 rows of gate, then as many of up, and the result is
+            `silu(gate) * up`, of values rounded to the dtype.
 
     Raises:
         ValueError: the kernel does not support the plan or the size.
     """
 
     def __init__(
-        self, shape: torch.Size, n: int, dtype: torch.dtype, device: int, plan: GemmPlan | None
+        self,
+        shape: torch.Size,
+        n: int,
+        dtype: torch.dtype,
+        device: int,
+        plan: GemmPlan | None,
+        swiglu: bool = False,
     ) -> None:
         *outer, k = shape
         m = shape.numel() // k
-        plan = plan or make_plan(n, k, m, num_sms(device))
+        plan = plan or make_plan(n, k, m, num_sms(device), swiglu=swiglu)
+        if swiglu and (n % SWIGLU_MULTIPLE or plan.tile.groups != 2):
+            raise ValueError(f"{plan}, n={n}: SwiGLU needs n % {SWIGLU_MULTIPLE} == 0, two groups")
         tile, steps = plan.tile, plan.steps(k)
         if max_sharers(plan, steps) > MAX_SHARERS:
             raise ValueError(f"{plan}: more than {MAX_SHARERS} clusters share a tile")
-        self._kernel = _kernel(dtype, tile, device)
+        self._kernel = _kernel(dtype, tile, device, swiglu)
         self._grid = 2 * plan.clusters
         self._threads = 128 * (tile.groups + 1)
         self._k, self._device = k, device
         self._work = bytes(_Work(m, n, -(-n // TILE_N), steps, **work(plan, n, k, m)))
         # TMA writes rows of a multiple of 16 bytes.
-        self._n, columns = n, -(-n // 8) * 8
-        self._cut_out = columns > n
+        self._n = n // 2 if swiglu else n
+        columns = -(-self._n // 8) * 8
+        self._cut_out = columns > self._n
         self._out = Memory.contiguous((*outer, columns), dtype)
         # With at least one cut tile per cluster, only tails (`work.cuh`) store partial sums.
         kinds = (plan.cut_tiles > 0) + (0 < plan.cut_tiles < plan.clusters)
@@ -137,6 +151,7 @@ class GemmProduct:
 
         Returns:
             `[..., n]`: accumulated in float32, times the global scale, plus the bias, rounded once.
+            With SwiGLU `[..., n / 2]`.
         """
         address, stride = x.data_ptr(), self._k
         if address % 16 or not x.is_contiguous():
@@ -198,16 +213,18 @@ def _divisor(by: int) -> _KnownDivisor:
     return _KnownDivisor(by, -(-_ONE // by))
 
 
-def compile_gemm(dtype: torch.dtype, device: int) -> None:
-    """Compile every kernel that calls may need, so that graph capture compiles nothing."""
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda tile: _kernel(dtype, tile, device), TILES))
-
-
 @lru_cache(maxsize=64)
-def _kernel(dtype: torch.dtype, tile: Tile, device: int) -> nvrtc.Kernel:
+def compile_gemm(dtype: torch.dtype, device: int, swiglu: bool = False) -> None:
+    """Compile every kernel that calls may need, so that graph capture compiles nothing."""
+    tiles = SWIGLU_TILES if swiglu else TILES
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda tile: _kernel(dtype, tile, device, swiglu), tiles))
+
+
+@lru_cache(maxsize=128)
+def _kernel(dtype: torch.dtype, tile: Tile, device: int, swiglu: bool) -> nvrtc.Kernel:
     functions = (("linear_gemm", shared_bytes(tile)),)
-    options = tuple(macros(dtype, tile).items())
+    options = tuple(macros(dtype, tile, swiglu).items())
     return nvrtc.load("linear/w4a16/gemm_sm90/gemm.cu", options, functions, device)["linear_gemm"]
 
 
@@ -218,7 +235,7 @@ def shared_bytes(tile: Tile) -> int:
     return tile.stages * stage + tokens * rows * 2 + 16
 
 
-def macros(dtype: torch.dtype, tile: Tile) -> dict[str, int | None]:
+def macros(dtype: torch.dtype, tile: Tile, swiglu: bool = False) -> dict[str, int | None]:
     """Macros that `gemm.cu` is compiled with."""
     return {
         "X_BF16": int(dtype == torch.bfloat16),
@@ -226,4 +243,5 @@ def macros(dtype: torch.dtype, tile: Tile) -> dict[str, int | None]:
         "STEP": tile.step,
         "GROUPS": tile.groups,
         "STAGES": tile.stages,
+        "SWIGLU": int(swiglu),
     }

@@ -73,6 +73,8 @@ _TILES = (
 )
 TILES = tuple(Tile(*numbers) for numbers in _TILES)
 """All tiles that registers have room for; a fine choice of sizes keeps padding of M small."""
+SWIGLU_TILES = tuple(tile for tile in TILES if tile.groups == 2)
+"""Tiles of the kernel with SwiGLU: one warpgroup for gate, one for up."""
 STRIP = 16
 """Tokens that a cluster finishes at a time; tiles have a multiple of it."""
 _CROSSING_K = 128
@@ -150,15 +152,19 @@ class GemmPlan(NamedTuple):
         return self.cut_tiles * k * (2 * self.tile.tokens + 2 * self.tile.rows * 9 / 16)
 
 
-def make_plan(n: int, k: int, m: int, num_sms: int, tile: Tile | None = None) -> GemmPlan:
+def make_plan(
+    n: int, k: int, m: int, num_sms: int, tile: Tile | None = None, *, swiglu: bool = False
+) -> GemmPlan:
     """The plan with the lowest estimated time.
 
     Args:
+        n: rows of W.
         tile: by default the tile of `TILES` with the fastest plan.
+        swiglu: whether the kernel applies SwiGLU.
     """
     k = -(-k // TILE_K) * TILE_K
     m = -(-m // STRIP) * STRIP  # rounded up: fewer cached plans
-    return _make_plan(n, k, m, num_sms, (tile,) if tile else TILES)
+    return _make_plan(n, k, m, num_sms, (tile,) if tile else SWIGLU_TILES if swiglu else TILES)
 
 
 @lru_cache(maxsize=4096)

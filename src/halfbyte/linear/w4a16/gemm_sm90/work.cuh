@@ -99,15 +99,20 @@ struct Work {
   __device__ __forceinline__ bool is_tail(const Params& p) const { return is_part(p) && !is_last(p); }
 };
 
-// Position of a CTA's tile.
+// Position of a CTA's tile of the output.
 struct Place {
-  int row_block;  // of 64 rows
+  int row_block;  // of 64 rows, the first warpgroup's
   int token;
 
   __device__ __forceinline__ Place(const Params& p, u32 tile) {
     const u32 column = p.row_pairs.quotient(tile);
-    row_block = GROUPS * (2 * (int)(tile - column * p.row_pairs.by) + (int)cluster_rank());
+    row_block = (SWIGLU ? 1 : GROUPS) * (2 * (int)(tile - column * p.row_pairs.by) + (int)cluster_rank());
     token = column * TOKENS;
+  }
+
+  // A warpgroup's block of 64 rows of W.
+  __device__ __forceinline__ int weight_block(const Params& p, int group) const {
+    return row_block + group * (SWIGLU ? p.blocks_n / 2 : 1);
   }
 
   __device__ __forceinline__ u32 strips(const Params& p) const {

@@ -109,9 +109,7 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, int row
                            fmaf(d[2 * j + 1], v.scale[j & 1], v.bias[j & 1]));
     const u32 to = address + strip * (16 * 128);
 #endif
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
-                 "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
-                 : "memory");
+    stmatrix4_trans(to, pairs);
   }
   fence_async_proxy();
   group_sync(place.group);
