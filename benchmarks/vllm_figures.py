@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 RESULT = RESULTS / "vllm_step.json"
 OTHERS = {
-    "vllm-step-small-kernels": RESULTS / "vllm_step_small_kernels.json",
+    "vllm-step-house": RESULTS / "vllm_step_house.json",
     "vllm-step-qwen3": RESULTS / "vllm_step_qwen3_30b_a3b.json",
     "vllm-step-gpt-oss": RESULTS / "vllm_step_gpt_oss_20b.json",
 }
