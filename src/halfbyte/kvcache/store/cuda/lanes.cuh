@@ -39,23 +39,14 @@ struct LaneBlock {
     for (int h = 1; h < LANES; h *= 2) y = larger(y, __shfl_xor_sync(~0u, y, h));
     return y;
   }
-  // As exact_scale.
   template <bool EASY>
   __device__ __forceinline__ int best_scale(float amax, float g) const {
-    const float ratio = ratio_of_amax<EASY>(amax, g);
-    const int start = ratio == ratio ? byte_of_ratio(ratio) : 0;
-    int best = 0;
-    float best_error = 0.0f;
-#pragma unroll
-    for (int n = 0; n < CANDIDATES; n++) {
-      const Candidate c = Candidate::near<EASY>(start, n, g);
-      float error = weighted_error<EASY, true, COUNT>(x, w, c.r);
+    return exact_scale<EASY>(amax, g, [&](float r) {
+      float error = weighted_error<EASY, true, COUNT>(x, w, r);
 #pragma unroll
       for (int h = 1; h < LANES; h *= 2) error = add(error, __shfl_xor_sync(~0u, error, h));
-      error = mul(mul(error, c.s), c.s);
-      if (n == 0 || error < best_error) best = c.byte, best_error = error;
-    }
-    return ratio == ratio ? best : NAN_SCALE;
+      return error;
+    });
   }
   // As encode_weighted; `codes` gets the lane's.
   template <bool EASY>

@@ -130,9 +130,10 @@ __device__ __forceinline__ int likely_scale(const float* x, const Weights& weigh
   return min(start + step, LARGEST_SCALE);
 }
 
-// The byte with the smallest error, by its definition.
-template <bool EASY>
-__device__ __forceinline__ int exact_scale(const float* x, const Weights& weights, float amax, float g) {
+// The byte with the smallest error, by its definition; NAN_SCALE for NaN. `error_of` gives a block's `weighted_error`
+// for a candidate's r.
+template <bool EASY, typename ErrorOf>
+__device__ __forceinline__ int exact_scale(float amax, float g, const ErrorOf& error_of) {
   const float ratio = ratio_of_amax<EASY>(amax, g);
   const int start = ratio == ratio ? byte_of_ratio(ratio) : 0;
   int best = 0;
@@ -140,7 +141,7 @@ __device__ __forceinline__ int exact_scale(const float* x, const Weights& weight
 #pragma unroll SMALL_GRID ? CANDIDATES : 1
   for (int n = 0; n < CANDIDATES; n++) {
     const Candidate c = Candidate::near<EASY>(start, n, g);
-    const float error = mul(mul(weighted_error<EASY, true, BLOCK>(x, weights.w, c.r), c.s), c.s);
+    const float error = mul(mul(error_of(c.r), c.s), c.s);
     if (n == 0 || error < best_error) best = c.byte, best_error = error;
   }
   return ratio == ratio ? best : NAN_SCALE;
@@ -149,14 +150,15 @@ __device__ __forceinline__ int exact_scale(const float* x, const Weights& weight
 // The byte with the smallest error; NAN_SCALE for NaN. Called by a whole warp.
 template <bool EASY>
 __device__ __forceinline__ int best_scale(const float* x, const Weights& weights, float amax, float g) {
-  if (SMALL_GRID || !EASY) return exact_scale<EASY>(x, weights, amax, g);
+  auto error_of = [&](float r) { return weighted_error<EASY, true, BLOCK>(x, weights.w, r); };
+  if (SMALL_GRID || !EASY) return exact_scale<EASY>(amax, g, error_of);
   const int start = byte_of_normal(Inverse(mul(6.0f, g)).of(amax));
   bool is_sure;
   int best = likely_scale(x, weights, g, start, is_sure);
   is_sure = is_sure && (u32)start - 9 <= LARGEST_SCALE - 9;
   if (__any_sync(~0u, !is_sure && amax > 0.0f)) {
     asm volatile("" : "+f"(g));  // keeps products with g for this rare case out of the registers of the common one
-    best = exact_scale<EASY>(x, weights, amax, g);
+    best = exact_scale<EASY>(amax, g, error_of);
   }
   return amax == amax ? best : NAN_SCALE;
 }
