@@ -1,8 +1,9 @@
 """Reference attention: pure PyTorch, float32 accumulation, one sequence at a time.
 
 It is the oracle of every kernel and runs anywhere, on every format. It reads exactly the tokens
-that a query may attend to, so unwritten slots have no effect. Nor has a NaN in V that a query must
-not see: as 0 times NaN is NaN, sequences with NaN in V are computed query by query.
+that a query may attend to, so unwritten slots have no effect. Nor has a NaN in V of a masked
+token: its weight is 0, and 0 times NaN is NaN, so sequences with NaN in V are computed query by
+query.
 """
 
 from typing import ClassVar

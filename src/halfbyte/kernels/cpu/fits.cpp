@@ -4,8 +4,8 @@
 
 #include "api.h"
 
-// int32: starts[seqs + 1] ascend from 0 to `tokens`; lengths[seqs] >= 0 have pages, numbers below
-// `num_pages`, in tables[seqs][max_pages].
+// Returns 1 if starts[seqs + 1] ascend from 0 to `tokens`, lengths[seqs] are at least 0 and need at most
+// `max_pages` pages each, and those pages in tables[seqs][max_pages] are in 0 .. num_pages - 1; else 0.
 HALFBYTE_API int halfbyte_fits(const int32_t* starts, const int32_t* lengths, const int32_t* tables,
                                int64_t seqs, int64_t max_pages, int64_t tokens, int64_t num_pages,
                                int64_t block_size) {

@@ -1,9 +1,9 @@
 """Triton device functions of error feedback for small batches: one warp per token and head of K.
 
 `triton_feedback` uses one thread per token, so a launch with one token takes as long as one with a
-thousand. Here the
-threads of a warp split channels (when propagating an error) and candidates of a block scale. The
-sixteen values of a block are scalars, replicated in all threads, so that steps need no exchange.
+thousand. Here the threads of a warp split channels (when propagating an error) and candidates of a
+block scale. The sixteen values of a block are scalars, replicated in all threads, so that steps
+need no exchange.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment,misc"

@@ -3,7 +3,8 @@
 //   GATED      middle[pair, f] = activation(gate_f x[token of pair], up_f x[token of pair]), of the pair's expert
 //   otherwise  out[pair, n] = weight of the pair * (W_n middle[pair] + bias_n)
 //
-// Bound by memory bandwidth: the weights of the experts that are hit are read once per 8 or 16 of their tokens.
+// Bound by memory bandwidth: the weights of the experts that are hit are read once per entry, which has up to 16 of
+// an expert's tokens (`_COLUMNS` in plan.py).
 //
 //   Work       The grid is persistent; every CTA lists the experts that are hit (routing.cuh). A unit is
 //              GROUPS tiles of 16 rows of one expert's matrix, for the pairs of an entry; a CTA has a range of
@@ -135,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
   u8* const sums = rings + SPLIT * GROUPS * STAGES * ITEM_BYTES;
   const Routing routing(p.pairs, p.max_entries, sums + (SPLIT > 1 ? SPLIT * GROUPS * 2 * SUM_BYTES : 0));
 #if GATED
-  // Every CTA waits for the previous kernel before it lets the second product start. So that may also read results of
-  // kernels before this one.
+  // Waits before it lets the second product start: that reads the expert ids, a result of earlier kernels, before it
+  // waits itself.
   wait_for_previous();
   allow_next();
 #endif

@@ -2,8 +2,8 @@
 //
 // Every CTA finds this out for itself, from all expert ids: with the few pairs of a decode step that takes less time
 // than another kernel. An expert's pairs are cut into chunks of at most `columns`; an expert and one of its chunks is
-// an entry. Entries are numbered by ascending expert and chunk, the pairs of an entry are in ascending order, so that
-// all CTAs agree, and all runs.
+// an entry. Entries are numbered by ascending expert and chunk, and an entry's pairs are in ascending order: every CTA
+// gets the same list, in every run.
 
 #pragma once
 #include "kernels/runtime/basics.cuh"

@@ -9,7 +9,7 @@
 
 #define SUM_THREADS 128
 #define LOADS 8              // in flight
-#define WORDS (SORTED ? 4 : 2)  // a thread's pairs of columns: for few tokens fewer, on more threads
+#define WORDS (SORTED ? 4 : 2)  // of two columns, per thread; unsorted (few tokens) fewer, for more threads
 
 struct Params {
   const u16* results;  // [pairs, n], or [rows, stride]; not written for pairs without an expert

@@ -20,8 +20,10 @@ even if halfbyte is not used. So it changes nothing unless requested:
 | `linear`, `linear_kernel` | NVFP4 layers on halfbyte's kernels: selection and kernel |
 | `moe`, `moe_method` | 4-bit experts on halfbyte's kernels: selection and vLLM's interface |
 | `moe_weights`, `moe_limits` | reads vLLM's MoE layers; those that are not supported |
-| `unloaded` | refuses experts' weights that were not loaded |
-| `compilation` | options of its compilation |
+| `unloaded` | refuses weights of NVFP4 layers and experts that were not loaded |
+| `recipes` | options of a run, with its default recipe |
+| `compilation` | options of vLLM's compilation |
+| `swiglu_pass` | a pass over compiled graphs that joins SwiGLU to the layer before it |
 | `layers` | norms, activation and rotary embedding on halfbyte's kernels |
 | `connectors` | names pages that leave the engine by their formats and scales |
 | `part_scales` | a global scale for each part of a fused layer |

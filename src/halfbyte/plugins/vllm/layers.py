@@ -115,7 +115,7 @@ def _model_of(vllm_config: Any) -> _Model:
 
 
 def _is_wide(norm: Any, model: _Model) -> bool:
-    """Whether a norm is not of single heads, which the model then is known to have."""
+    """Whether a norm is wider than a head; if not, notes in `model` that heads have norms."""
     model.has_head_norms |= norm.hidden_size < _MIN_NORM
     return bool(norm.hidden_size >= _MIN_NORM)
 

@@ -152,8 +152,8 @@ def batches(
 
 
 def _few_new_tokens(group: int) -> Iterator[tuple[Tokens, ...]]:
-    """Prompts of which all but a few tokens are in the prefix cache: for each tile of queries one,
-    whose keys are split, and so many that the GPU is full without."""
+    """Prompts of which all but a few tokens are in the prefix cache. For each tile of queries a
+    batch of one prompt, whose keys are split, and one of so many that no split is needed."""
     for rows in _QUERY_TILES:
         new = max(MAX_DECODE_QUERIES + 1, rows // 2 // group + 1)  # the smallest with this tile
         # So many cached tokens that `attention.prefill` does not unpack them.

@@ -17,8 +17,8 @@ namespace {
 constexpr int64_t kBatchRows = 768;         // tokens packed together
 constexpr int64_t kBlockBytes = 768 << 10;  // of packed x that items share: most of L2
 constexpr int64_t kMinBlockRows = 48;       // min tokens of an item, which unpacks its weights once
-constexpr int kTransposedStrips = 16;           // dequantized together: whole cache lines,
-constexpr int kTransposedChunks = 8;            // and whole pages of codes
+constexpr int kTransposedStrips = 16;           // dequantized together: writes whole cache lines
+constexpr int kTransposedChunks = 8;            // the same: reads whole 4 KiB pages of codes
 constexpr int64_t kMinWork = 1 << 17;       // min multiplications for a second thread
 constexpr size_t kKeptFloats = 4 << 20;     // max floats of packed x that a thread keeps
 

@@ -38,8 +38,8 @@ struct LinearCall {
   int32_t format, bias_format, threads, unused;
 };
 
-// Implemented by each instruction set. Tokens are packed in tiles: for each unit, the smallest
-// number of columns multiplied at a time (a float, or two bfloat16), 32 bits per token.
+// Implemented by each instruction set. A unit is the columns of x that one multiply-add takes, 32 bits:
+// one float, or two bfloat16. A tile of packed tokens has, unit after unit, those 32 bits of each token.
 struct LinearKernels {
   float factor;       // totals must be multiplied by this
   int units;          // per block

@@ -78,8 +78,9 @@ __device__ __forceinline__ uint2 round_in_turn(float* x, const Rounding& by, con
 
 template <bool EASY>
 __device__ __forceinline__ void store_key_tile(const Params& p, u32 number, float g, float* tile) {
-  // Warps of an SM take few heads: CTAs come to it at distances that usually have factors in common with the number of
-  // heads. Then the factors that these warps read stay in L1, which has little room beside the tiles.
+  // Heads vary fastest. The numbers of the CTAs that run on one SM usually differ by amounts that share a factor
+  // with KV_HEADS, so that its warps have few different heads. The parts of p.feedback that they read then stay in L1,
+  // most of which the tiles take.
   const u32 head = number % KV_HEADS, lane = threadIdx.x % 32, begin = number / KV_HEADS * TILE, token = begin + lane;
   if (begin >= p.num_slots) return;
   const float* factor = p.feedback + (u64)head * HEAD_SIZE * HEAD_SIZE;

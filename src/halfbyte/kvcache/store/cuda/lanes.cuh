@@ -1,7 +1,9 @@
 // Blocks rounded by weighted error, for launches that do not fill the GPU: several lanes share a block, so that each has
 // a short chain of instructions. Sums and maxima over a block are made as for one thread: neighbours first.
 //
-// Macros: LANE_VALUES of K that a lane has, so that lanes of one warp have a head, and LANE_VALUES_V of V.
+// Macros:
+//   LANE_VALUES    values of K per lane, such that a head fits in one warp
+//   LANE_VALUES_V  values of V per lane
 
 #pragma once
 #include "kvcache/store/cuda/values.cuh"

@@ -220,8 +220,9 @@ struct Mean {
   }
 };
 
-// As Mean, for BY_BLOCK, with room for a number and for where the thread's tokens end. If the launch fills the GPU, all
-// are in shared memory: fewer registers allow more CTAs per SM. Else a thread has one token.
+// As Mean, for BY_BLOCK; also keeps a float (the sum of the block's weights) and the end of the thread's tokens. If the
+// launch fills the GPU, all three are in shared memory, because fewer registers allow more CTAs per SM. With SMALL_GRID
+// they are in registers, and a thread has one token.
 #if SMALL_GRID
 struct BlockMean : Mean {
   float number;

@@ -4,10 +4,10 @@
 // K is centred (segment means), rotated (Hadamard), and rounded to NVFP4; tokens at position 0 that are constants of
 // the model are marked. How K is rounded decides what a warp takes:
 //
-//   BY_BLOCK   values alone: a thread takes a block of 16 of some tokens
+//   BY_BLOCK   no error feedback: a thread takes the same block of 16 channels of one or more tokens
 //   BY_ROW     error feedback, few tokens: a warp takes a head of a token (feedback_row.cuh)
 //   BY_TILE    error feedback, many tokens: a warp takes a head of 32 tokens (feedback_tile.cuh)
-//   BY_LANES   values alone, few tokens: several lanes share a block (lanes.cuh)
+//   BY_LANES   no error feedback, few tokens: several lanes share a block (lanes.cuh)
 //
 // Macros, besides those of the headers:
 //   BY             1, 2, 3 or 4 for the above

@@ -371,8 +371,8 @@ def _tokens_per_thread(
 ) -> _Tokens:
     """Tokens per thread for which a launch that fills the GPU takes the least time.
 
-    CTAs are counted as if they ran in rounds, of as many as fit in the GPU. A last round takes as
-    long with few CTAs as with many, so it should be full, and K and V should take equal times.
+    CTAs are assumed to run in waves of as many as fit in the GPU. A last wave takes as long with
+    few CTAs as with many, so it should be full, and K and V should take equal times.
     """
     if variant.by != _BY_BLOCK:
         # V runs beside the last CTAs of K, which take long.

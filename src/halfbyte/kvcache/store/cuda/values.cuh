@@ -32,7 +32,7 @@ __device__ __forceinline__ void encode_fp8(u32* words, const float* x, float g) 
   for (int i = 0; i < 4; i++) words[i] = 0;
 #pragma unroll
   for (int i = 0; i < BLOCK; i++) {
-    float y, sign = x[i];  // the parts of an easy quotient of 0 may differ in sign
+    float y, sign = x[i];  // with EASY, a quotient that rounds to 0 may have the wrong sign
     if (EASY)
       y = Inverse(g).of(clamp(x[i], mul(LARGEST, g)));
     else

@@ -103,7 +103,8 @@ __device__ __forceinline__ void add_sums(const Params& p, const Join& join, u32 
   }
 }
 
-// As registers allow: with several others a share is small, and what takes time is to wait for loads.
+// As many loads in flight as registers allow. With more than two clusters a share is small, and the loads' latency
+// dominates: then three clusters' sums are loaded at once.
 __device__ __forceinline__ void add_sums(const Params& p, const Join& join, u32 own, u32 rank,
                                          const Share& share, float* sums) {
   if (VALUES <= (GROUPS == 2 ? 64 : 48) && join.sharers > 2)
@@ -114,8 +115,8 @@ __device__ __forceinline__ void add_sums(const Params& p, const Join& join, u32 
 
 // Flags of a finisher: flag i says that the tile's cluster i has stored its sums; the finisher's own flag, that
 // the head runs. A raised flag is `flag_epoch`, or `flag_epoch + 1` by a cluster that has stored all sums and will not
-// finish its share. Epochs are unique per launch and the launch resets its flags, so that CUDA graphs can replay it
-// and flags need no clearing before.
+// finish its share. The host gives each launch new epochs, so flags need no clearing before.
+// A replayed CUDA graph repeats its epochs, so the launch resets its flags.
 struct Flags {
   u64* of_cluster;
 

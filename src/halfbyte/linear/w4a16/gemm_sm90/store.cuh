@@ -41,9 +41,9 @@ __device__ __forceinline__ void sync_workers() {
   asm volatile("bar.sync %0, %1;" ::"n"(ALL_WORKERS), "n"(WORKERS) : "memory");
 }
 
-// A thread's values of a strip, rounded: four pairs of neighbouring tokens. Pairs 0 and 1 are rows g and g + 8 of W with
-// tokens 2c and 2c + 1, the others the same with 8 tokens more. Or `second`, the same of the
-// next strip.
+// Pair i of a thread's four of a strip, rounded: two neighbouring tokens in a row of W. Pairs 0 and 1 are rows g and
+// g + 8 with tokens 2c and 2c + 1, pairs 2 and 3 the same rows with tokens 2c + 8 and 2c + 9. `second`: of the next
+// strip.
 __device__ __forceinline__ u32 rounded_pair(int i, const float* sums, bool second, const Rows& rows) {
   const float scale = rows.scale[i & 1], bias = lower_to_float(rows.bias[i & 1]);
   float x[2];
@@ -70,8 +70,8 @@ __device__ __forceinline__ void store(const Place& place, const Share& share, co
   const u32 token = (lane & 7) + (lane >> 4) * 8, chunk = 2 * self.warp + (lane >> 3 & 1);
   const u32 in_strip = token * 128 + ((chunk ^ (token & 7)) * 16);
 #if SWIGLU
-  // Per pair of strips one body of code, which a warpgroup runs for the strip of its parity: code is not in the
-  // instruction cache when it is reached.
+  // One body of code per pair of strips, that both warpgroups run, here each for the other's strip: less code, because
+  // it is not in the instruction cache when it is reached.
 #pragma unroll
   for (int first = 0; first < STRIPS; first += 2) {
     const int strip = first + 1 - group;

@@ -2,9 +2,9 @@
 //
 //   Waves      Whole tiles go to the clusters round-robin. Those of a wave are neighbours, so that they
 //              read the same data at the same time.
-//   Cuts       The first `cut_tiles`, which would not fill a wave, form a line: each takes `crossing`
-//              places, for the cost of starting a tile, and then one place per step. Every cluster has
-//              an equal span of the line.
+//   Cuts       The first `cut_tiles`, as many as the last two waves have or all (plan.py), are laid out
+//              on a line: a tile takes `crossing` places, for the cost of starting it, then one place
+//              per step. Every cluster gets an equal span of the line.
 //   Parts      A cluster's span is the end of a tile (its tail), whole tiles, and the start of a tile.
 
 #pragma once

@@ -12,8 +12,9 @@
 //              that first, and so wait for the previous kernel.
 //   x          is in shared memory for all warps (x.cuh), which start at different k.
 //   Split      A group of SPLIT CTAs shares a range of units: each CTA has a part of k of all of them.
-//              In a CTA, the items of a round of units are numbered unit after unit, and that sequence
-//              is cut into one segment per warp. A segment may begin in the middle of a
+//              A CTA takes up to ROUND_UNITS units at a time (a round), whose sums fit into shared memory.
+//              The items of a round are numbered unit after unit, and that sequence is cut into one
+//              segment per warp. A segment may begin in the middle of a
 //              unit and extend into the next one. Then the warp does the part in the next unit first,
 //              so that more warps start at k = 0 of a unit.
 //   Sums       of a unit are stored in shared memory and added (sums.cuh), warp after warp, then CTA

@@ -56,9 +56,9 @@ class _Costs(NamedTuple):
 
     Fitted to times of CUDA graphs with many calls and rotated weights on one H200: 270 plans for
     eight weight shapes (N = 1,024 to 28,672, K = 4,096 to 28,672) and M = 1, 8 and 16, so that the
-    fastest plans are ranked correctly. (From times of clusters with 16 warps per CTA and M up to 8,
-    0.14 µs were subtracted before the fit, which a later change of the kernel saved.) In 18 of 20
-    cases the chosen plan is within 1.3 % of the best; in the others it takes 3 and 6 % longer.
+    fastest plans are ranked correctly. In 18 of 20 cases the chosen plan is within 1.3 % of the
+    best; in the others it takes 3 and 6 % longer. (Times of clusters with 16 warps per CTA and M
+    up to 8 were measured before a change that saved 0.14 µs; these were subtracted.)
     """
 
     launch: float = 1.41

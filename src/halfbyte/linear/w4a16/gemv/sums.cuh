@@ -1,8 +1,9 @@
 // How the warps of gemv.cu store their sums in shared memory, and how these become the result.
 //
-//   Slots      A warp stores its sum of a unit in slot (warp + unit). Both only grow along the sequence of
-//              items, so that slots are unique. A slot consists of accumulator fragments of the matmul: 16
-//              rows of W x 8 columns, 16 bytes per lane.
+//   Slots      A warp stores its sum of a unit in slot (warp + unit). From one sum to the next along the
+//              sequence of items, warp or unit increases and neither decreases, so no two sums share a
+//              slot. A slot consists of accumulator fragments of the matmul: 16 rows of W x 8 columns,
+//              16 bytes per lane.
 //   Pairs      If two CTAs share a unit as a cluster, each finishes one of its two tiles of 16 rows. A warp
 //              sends its sums of the other tile straight to the other CTA's shared memory (st.async), whose
 //              barrier counts the bytes; after a round a warp arrives there with the number of bytes it

@@ -14,7 +14,7 @@
 #define X_WARPS (WARPS < 4 ? WARPS : 4)  // that load them
 // Consecutive slices, so that those loaded first are far apart along k, as are the first items of the warps.
 #define X_SLICES_PER_WARP ((X_SLICES + X_WARPS - 1) / X_WARPS)
-#define X_BARRIER_BYTES 128  // half of it for barriers
+#define X_BARRIER_BYTES 128  // X_SLICES barriers, then that of the sums (sums.cuh); keeps the rings aligned
 // Blocks of 128 k in a slice; a TMA load has twice as many boxes.
 #define X_SLICE_BLOCKS ((BLOCKS + SPLIT * X_SLICES - 1) / (SPLIT * X_SLICES))
 

@@ -10,8 +10,9 @@
 //              warp has 8 rows of gate and the 8 of up that belong to them: the activation needs no other thread. An
 //              expert's last tile has narrower matmuls if these suffice.
 //   Loads      by a producer warpgroup: x by TMA with 128-byte swizzle to a ring of stages of 64 k, W by TMA to its own
-//              ring, block scales of all k of a tile by bulk copies of rows. W's rows are copied by lines of 128 bytes,
-//              256 k, with at most 128 TOKENS and room in shared memory: L2 serves a request for half a line in the same time.
+//              ring, block scales of all k of a tile by bulk copies of rows. With up to 128
+//              TOKENS, if shared memory has room, a copy takes 256 k of each row of W, a whole cache line of 128 bytes:
+//              L2 needs as long for half a line.
 //   Clusters   Two CTAs have the same tokens: each loads half of x for both (multicast).
 //   Output     goes to shared memory, transposed by `stmatrix`, and from there by TMA while the next tile is
 //              computed, 16 tokens at a time: the sorted pairs of an expert begin at multiples of 16.
@@ -21,7 +22,7 @@
 //   X_BF16, MX            see moe/cuda/values.cuh
 //   GATED, INTERLEAVED    1 for the first product; whether its rows of gate and up alternate
 //   TOKENS                16, or a multiple of 32 up to 256
-//   WIDTH_STEP            tokens of matmuls are its multiples up to TOKENS
+//   WIDTH_STEP            a `wgmma` takes a multiple of this many tokens, up to TOKENS
 //   WEIGHT_K              of a copy of W: 128, or 256, whole lines of the cache
 //   WEIGHT_SLOTS          copies of W in their ring
 //   STAGES                of 64 k in the ring of x, an even number, at least 4

@@ -1,8 +1,8 @@
 // Sorts pairs by expert and copies their tokens in that order, for gemm.cu; no sync, all sizes depend on shapes alone.
 //
-// The sorted pairs of an expert begin at a multiple of 16, so that 16 of them never belong to two experts. Every CTA
-// counts all expert ids, as in routing.cuh, which is faster than another kernel; then it places its range of pairs
-// behind those of lower numbers, and copies their tokens.
+// The sorted pairs of an expert begin at a multiple of 16 rows, so that the 16 rows of a TMA store have one expert.
+// Every CTA counts all expert ids, as in routing.cuh, which is faster than another kernel. Then it gives each pair of
+// its own range the next row of the pair's expert, in ascending order of pairs, and copies the token there.
 
 #include "moe/cuda/gemm_sm90/order.cuh"
 #include "moe/cuda/routing.cuh"

@@ -32,7 +32,7 @@ struct Tile {
 // Iterates over the work of a cluster. Neighbours have the same pairs, or the same expert.
 struct Work {
   int item, items;
-  int2 tile, ahead;  // loaded early: its latency would be seen at the start of each tile
+  int2 tile, ahead;  // the next tile, loaded one tile ahead to hide its latency
   int row_pair;
 
   // After the kernel that has written the tiles.
