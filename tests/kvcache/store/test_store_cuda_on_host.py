@@ -10,8 +10,7 @@ import torch
 from cuda_on_host import needs_compiler
 from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import StoreConfig, StoreInputs
-from halfbyte.kvcache.store.cuda import store as cuda_store
-from halfbyte.kvcache.store.cuda.store import CudaStore, StoreVariant
+from halfbyte.kvcache.store.cuda.store import CudaStore
 from halfbyte.kvcache.store.registry import select_store
 from halfbyte.layouts import PageLayout
 from kvcache.store.close_calls import CLOSE_CALLS, assert_close_calls_are_stored
@@ -107,45 +106,6 @@ def test_few_tokens(num_sms: int, count: int) -> None:
 def test_k_that_a_recipe_changes(options: dict[str, Any], dtype: torch.dtype, num_sms: int) -> None:
     """With first tokens, padding, and tokens kept in rings."""
     assert_stored_as_by_the_reference(on_gpu_of(num_sms), options, dtype, count=150)
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("name", "tokens"),
-    [
-        ("128", (1, 3)),
-        ("weights alone", (3, 5)),
-        slow("weights alone", (11, 15)),
-        slow("weights alone, 64 NHD", (7, 1)),
-        ("weights alone, scale 1e-20", (5, 2)),
-    ],
-)
-def test_any_numbers_of_tokens_per_thread(
-    name: str, tokens: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For K and for V; the last threads' tokens end past the batch."""
-    chosen = cuda_store._Tokens(*tokens)
-    monkeypatch.setattr(cuda_store, "_tokens_per_thread", lambda *arguments: chosen)
-    assert_stored_by_weights(on_gpu_of(TILES), CASES[name], count=70)
-    assert_stored_as_by_the_reference(on_gpu_of(TILES), {"weighted": True}, torch.float16, count=67)
-
-
-@pytest.mark.parametrize("num_sms", [78, 132])
-@pytest.mark.parametrize("num_slots", [2048, 5000, 8192, 32768, 100_000])
-def test_the_last_round_of_ctas_is_almost_full(num_slots: int, num_sms: int) -> None:
-    layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, 8, 16)
-    dtype = torch.bfloat16
-    variant = StoreVariant(
-        dtype, dtype, dtype, True, 64, True, True, cuda_store._BY_BLOCK, False, True
-    )
-    tokens = cuda_store._tokens_per_thread(variant, layout, num_slots, num_sms)
-    k_ctas = variant.k_ctas(layout, num_slots, tokens.k)
-    v_ctas = variant.v_ctas(layout, num_slots, tokens.v)
-    places = variant.ctas_per_sm * num_sms
-    rounds = -(-(k_ctas + v_ctas) // places)
-    # Times, in blocks of K of a thread: of all rounds, and as if no place ever was empty.
-    total = k_ctas * tokens.k + v_ctas * tokens.v * cuda_store._V_COST
-    assert rounds * places * max(tokens.k, tokens.v * cuda_store._V_COST) <= 1.2 * total
 
 
 @needs_compiler

@@ -78,11 +78,9 @@ __device__ __forceinline__ uint2 round_in_turn(float* x, const Rounding& by, con
 
 template <bool EASY>
 __device__ __forceinline__ void store_key_tile(const Params& p, u32 number, float g, float* tile) {
-  // Heads vary fastest. The numbers of the CTAs that run on one SM usually differ by amounts that share a factor
-  // with KV_HEADS, so that its warps have few different heads. The parts of p.feedback that they read then stay in L1,
-  // most of which the tiles take.
-  const u32 head = number % KV_HEADS, lane = threadIdx.x % 32, begin = number / KV_HEADS * TILE, token = begin + lane;
-  if (begin >= p.num_slots) return;
+  const u32 tiles = (p.num_slots + TILE - 1) / TILE, head = number / tiles, lane = threadIdx.x % 32;
+  const u32 token = number % tiles * TILE + lane;
+  if (head >= KV_HEADS) return;
   const float* factor = p.feedback + (u64)head * HEAD_SIZE * HEAD_SIZE;
   const u32 position = position_of(p, token);
   const Place place = Place::of(p, token);

@@ -38,7 +38,7 @@ struct Params {
   const i64 *ring_rows, *ring_owners, *ring_slots;
   float k_scale_number, v_scale_number;
   u32 num_slots, num_first, num_segments, num_kept, ring;
-  u32 k_tokens, v_tokens;                                   // per thread: it stores one block of K, or V, of each
+  u32 tokens;                                               // per thread: it stores one block of each; a power of two
   u32 k_ctas, v_ctas;                                       // the grid: CTAs for K, for V, then for rings
 };
 
@@ -220,17 +220,15 @@ struct Mean {
   }
 };
 
-// As Mean, for BY_BLOCK; also keeps a float (the sum of the block's weights) and the end of the thread's tokens. If the
-// launch fills the GPU, all three are in shared memory, because fewer registers allow more CTAs per SM. With SMALL_GRID
-// they are in registers, and a thread has one token.
+// As Mean, for BY_BLOCK; also keeps a float (the sum of the block's weights). If the launch fills the GPU, both are in
+// shared memory, because fewer registers allow more CTAs per SM.
 #if SMALL_GRID
 struct BlockMean : Mean {
   float number;
 
   __device__ __forceinline__ explicit BlockMean(unsigned char*) {}
-  __device__ __forceinline__ void keep(float x, u32) { number = x; }
+  __device__ __forceinline__ void keep(float x) { number = x; }
   __device__ __forceinline__ float kept() const { return number; }
-  __device__ __forceinline__ bool is_last(u32) const { return true; }
 };
 #else
 struct BlockMean {
@@ -256,11 +254,8 @@ struct BlockMean {
       key[4 * i + 2] = sub(key[4 * i + 2], float_of(x.z)), key[4 * i + 3] = sub(key[4 * i + 3], float_of(x.w));
     }
   }
-  __device__ __forceinline__ void keep(float x, u32 end) const { store_float2(own + 4 * STRIDE, x, float_of(end)); }
+  __device__ __forceinline__ void keep(float x) const { store_float2(own + 4 * STRIDE, x, 0.0f); }
   __device__ __forceinline__ float kept() const { return load_float2(own + 4 * STRIDE).x; }
-  __device__ __forceinline__ bool is_last(u32 token) const {
-    return token + 1 == bits_of(load_float2(own + 4 * STRIDE).y);
-  }
 };
 #endif
 

@@ -35,25 +35,23 @@ struct KeyBlock {
   u32 part, head, token;
 
   __device__ __forceinline__ explicit KeyBlock(const Params& p, u32 number = blockIdx.x * THREADS + threadIdx.x) {
-    part = number % PARTS, head = number / PARTS % KV_HEADS, token = number / (PARTS * KV_HEADS) * p.k_tokens;
+    part = number % PARTS, head = number / PARTS % KV_HEADS, token = number / (PARTS * KV_HEADS) * p.tokens;
   }
 };
 
-// Blocks of K of `p.k_tokens` tokens, or of one without EASY; no error feedback. `position` and `place` are the first
-// one's; `memory` is `StoreVariant.shared_bytes` of the CTA's shared memory.
+// Blocks of K of `tokens` tokens, a power of two, without error feedback. `position` and `place` are the first one's;
+// `memory` is `StoreVariant.shared_bytes` of the CTA's shared memory.
 template <bool EASY>
-__device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, u32 position, Place place, float g,
-                                                 unsigned char* memory) {
+__device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, u32 tokens, u32 position, Place place,
+                                                 float g, unsigned char* memory) {
   const u32 part = block.part, head = block.head;
 #if K_WEIGHTED
   Weights weights(p.k_weights + head * HEAD_SIZE + part * BLOCK);
 #endif
   BlockMean mean(memory + BLOCK_AHEAD_BYTES);
-  float sum = 0.0f;
 #if K_WEIGHTED
-  sum = weights.sum;
+  mean.keep(weights.sum);
 #endif
-  mean.keep(sum, block.token + p.k_tokens);
   Blocks<KEY_TYPE> blocks(memory);
   auto copy = [&](u32 token) {
     blocks.copy(token, p.key, token * p.key_token + head * p.key_head + part_of_now(part) * BLOCK, token < p.num_slots);
@@ -67,7 +65,7 @@ __device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block
 #endif
     float x[BLOCK];
     blocks.take(x, token);
-    const bool is_last = !EASY || mean.is_last(token);
+    const bool is_last = ((token + 1) & (tokens - 1)) == 0;  // needs no register for the last token
     if (!is_last) copy(token + 1);
     change_key(p, x, mean, token, head, part, position);
 #if K_WEIGHTED
@@ -95,16 +93,16 @@ __device__ __forceinline__ void store_keys(const Params& p, unsigned char* memor
   const u32 position = position_of(p, block.token);
   const Place place = Place::of(p, block.token);
   if (is_easy(g)) {
-    store_key_blocks<true>(p, block, position, place, g, memory);
+    store_key_blocks<true>(p, block, p.tokens, position, place, g, memory);
     return;
   }
 #pragma unroll 1
-  for (u32 i = 0; i < p.k_tokens; i++) {
+  for (u32 i = 0; i < p.tokens; i++) {
     u32 number = blockIdx.x * THREADS + threadIdx.x;
     asm volatile("" : "+r"(number));  // opaque: indices are recomputed per token, as registers to keep them lack here
     KeyBlock own(p, number);
     own.token += i;
-    store_key_blocks<false>(p, own, position_of(p, own.token), Place::of(p, own.token), g, memory);
+    store_key_blocks<false>(p, own, 1, position_of(p, own.token), Place::of(p, own.token), g, memory);
   }
 #else
   const u32 warp = threadIdx.x / 32, number = blockIdx.x * WARPS + warp;

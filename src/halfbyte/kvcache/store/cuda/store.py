@@ -45,7 +45,6 @@ _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Values of the macros `KEY_TYPE`, `VALUE_TYPE` and `FIRST_TYPE`."""
 _BY_BLOCK, _BY_ROW, _BY_TILE, _BY_LANES = 1, 2, 3, 4
 _WARPS = {_BY_BLOCK: 4, _BY_ROW: 4, _BY_TILE: 2, _BY_LANES: 4}
-_CTAS_PER_SM = {_BY_BLOCK: 5, _BY_ROW: 2, _BY_TILE: 6, _BY_LANES: 8}
 _TILE = 32
 """Tokens of a warp's tile."""
 _LANE_VALUES_V = 4
@@ -56,16 +55,10 @@ _ROWS_PER_SM = 32
 """Min (token, head) rows per SM for error feedback by tiles of 32 tokens. With fewer, one warp per
 row is faster, although it does six times the work."""
 
+_MAX_TOKENS = 4
+"""Max tokens per thread, a power of two: it loads means and weights once for all of its tokens."""
 _BLOCKS_PER_SM = 1024
 """Min blocks of 16 values per SM before a thread takes another token: the GPU stays full."""
-_MAX_TOKENS = 16
-"""Max tokens of K per thread, with `_BY_BLOCK`."""
-_V_COST = 0.77
-"""Time of a block of V relative to one of K, with `_BY_BLOCK`: by the number of instructions."""
-_SETUP_COST = 0.5
-"""Time in which a thread loads means and weights for its tokens, relative to a block of K."""
-_FEEDBACK_V_TOKENS = 4
-"""Max tokens per thread for V, with error feedback."""
 
 
 class _Params(ctypes.Structure):
@@ -87,7 +80,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("ring_rows", "ring_owners", "ring_slots")),
         *((name, ctypes.c_float) for name in ("k_scale_number", "v_scale_number")),
         *((name, ctypes.c_uint32) for name in ("num_slots", "num_first", "num_segments")),
-        *((name, ctypes.c_uint32) for name in ("num_kept", "ring", "k_tokens", "v_tokens")),
+        *((name, ctypes.c_uint32) for name in ("num_kept", "ring", "tokens")),
         *((name, ctypes.c_uint32) for name in ("k_ctas", "v_ctas")),
     )
 
@@ -149,16 +142,11 @@ class StoreVariant(NamedTuple):
         threads = layout.num_kv_heads * (layout.head_size_v // values)
         return -(-_groups(num_slots, tokens) * threads // self.threads)
 
-    @property
-    def ctas_per_sm(self) -> int:
-        """CTAs of an SM that registers suffice for."""
-        if self.by == _BY_BLOCK and (self.small_grid or not self.k_weighted):
-            return 4
-        return _CTAS_PER_SM[self.by]
-
     def macros(self, layout: PageLayout) -> dict[str, int | None]:
         """Macros that `store.cu` is compiled with."""
         of_regions = region_fields(layout)
+        by_block = 5 if self.k_weighted and not self.small_grid else 4
+        ctas_per_sm = {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: 6, _BY_LANES: 8}[self.by]
         return {
             "HEAD_SIZE": layout.head_size,
             "HEAD_SIZE_V": layout.head_size_v,
@@ -182,7 +170,7 @@ class StoreVariant(NamedTuple):
             "IN_WORDS": int(self.in_words),
             "WARPS": _WARPS[self.by],
             "STAGES": _stages(layout),
-            "CTAS_PER_SM": self.ctas_per_sm,
+            "CTAS_PER_SM": ctas_per_sm,
             "SMALL_GRID": int(self.small_grid),
             "LANE_VALUES": _lane_values(layout),
             "LANE_VALUES_V": _LANE_VALUES_V,
@@ -281,7 +269,7 @@ def store_transformed(inputs: StoreInputs) -> None:
             arguments.bind(**{name: scale})
         else:
             setattr(params, f"{name}_number", scale)
-    fill = _fill(layout, num_slots, num_sms(pages.get_device()))
+    fill = _blocks(layout, num_slots) / (_BLOCKS_PER_SM * num_sms(pages.get_device()) or 1)
     variant = StoreVariant(
         key.dtype,
         value.dtype,
@@ -291,11 +279,10 @@ def store_transformed(inputs: StoreInputs) -> None:
         in_words=(pages.data_ptr() | params.page_stride) % 4 == 0,
         small_grid=fill < 1,
     )
-    sms = num_sms(pages.get_device())
-    tokens = _Tokens(1, 1) if fill < 1 else _tokens_per_thread(variant, layout, num_slots, sms)
-    params.k_tokens, params.v_tokens = tokens
-    params.k_ctas = variant.k_ctas(layout, num_slots, tokens.k)
-    params.v_ctas = variant.v_ctas(layout, num_slots, tokens.v)
+    tokens = max(1, min(_MAX_TOKENS, int(fill)))
+    params.tokens = tokens = 1 << tokens.bit_length() - 1
+    params.k_ctas = variant.k_ctas(layout, num_slots, tokens)
+    params.v_ctas = variant.v_ctas(layout, num_slots, tokens)
     ctas = params.k_ctas + params.v_ctas
     if recent is not None and ring:
         arguments.bind(**dict(zip(_RING_NAMES, recent, strict=True)))
@@ -352,40 +339,8 @@ def _groups(num_slots: int, tokens: int) -> int:
     return -(-num_slots // tokens)
 
 
-def _fill(layout: PageLayout, num_slots: int, sms: int) -> float:
-    """How often blocks of K and V fill the GPU, with one block per thread."""
-    values = num_slots * layout.num_kv_heads * (layout.head_size + layout.head_size_v)
-    return values // BLOCK_SIZE / (_BLOCKS_PER_SM * sms or 1)
-
-
-class _Tokens(NamedTuple):
-    """Tokens per thread, for K and for V."""
-
-    k: int
-    v: int
-
-
-@lru_cache(maxsize=1024)
-def _tokens_per_thread(
-    variant: StoreVariant, layout: PageLayout, num_slots: int, sms: int
-) -> _Tokens:
-    """Tokens per thread for which a launch that fills the GPU takes the least time.
-
-    CTAs are assumed to run in waves of as many as fit in the GPU. A last wave takes as long with
-    few CTAs as with many, so it should be full, and K and V should take equal times.
-    """
-    if variant.by != _BY_BLOCK:
-        # V runs beside the last CTAs of K, which take long.
-        return _Tokens(1, max(1, min(_FEEDBACK_V_TOKENS, int(_fill(layout, num_slots, sms)))))
-    places = max(1, variant.ctas_per_sm * sms)
-
-    def cost(tokens: _Tokens) -> float:
-        ctas = variant.k_ctas(layout, num_slots, tokens.k)
-        ctas += variant.v_ctas(layout, num_slots, tokens.v)
-        return -(-ctas // places) * (max(tokens.k, _V_COST * tokens.v) + _SETUP_COST)
-
-    numbers = range(1, _MAX_TOKENS + 1)
-    return min((_Tokens(k, int(k / _V_COST) + more) for k in numbers for more in (0, 1)), key=cost)
+def _blocks(layout: PageLayout, num_slots: int) -> int:
+    return num_slots * layout.num_kv_heads * (layout.head_size + layout.head_size_v) // BLOCK_SIZE
 
 
 def _share_dtypes(recent: RingSlots, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -55,11 +55,11 @@ __device__ __forceinline__ u8* value_scale(const Place& place, u32 head, u32 par
 }
 #endif
 
-// Blocks of `p.v_tokens` tokens. Called by a whole warp.
+// Blocks of `p.tokens` tokens. Called by a whole warp.
 template <bool EASY>
 __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, float g, unsigned char* memory) {
   const u32 part = number % PARTS_V, head = number / PARTS_V % KV_HEADS;
-  const u32 begin = number / (PARTS_V * KV_HEADS) * p.v_tokens;
+  const u32 begin = number / (PARTS_V * KV_HEADS) * p.tokens;
 #if V_WEIGHTED
   const Weights weights(p.v_weights + head * HEAD_SIZE_V + part * BLOCK);
 #endif
@@ -69,10 +69,10 @@ __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, 
   };
   copy(begin);
 #pragma unroll 1
-  for (u32 token = begin; token < begin + p.v_tokens; token++) {
+  for (u32 token = begin; token < begin + p.tokens; token++) {
     float x[BLOCK];
     blocks.take(x, token);
-    if (token + 1 < begin + p.v_tokens) copy(token + 1);
+    if (token + 1 < begin + p.tokens) copy(token + 1);
     const Place place = Place::of(p, token);
 #if V_KIND >= 8
     u8* data = place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD);
