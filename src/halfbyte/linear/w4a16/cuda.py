@@ -96,7 +96,7 @@ def choose_variant(m: int, n: int, k: int, gpu: Gpu) -> Literal["gemv", "gemm", 
 
 
 class CudaKernel(RowScaledKernel):
-    """Three kernels, one of which `_variant` chooses by M; NVRTC compiles them at load.
+    """Three kernels, one of which `choose_variant` chooses by M; NVRTC compiles them at load.
 
     They are a GEMV, a GEMM on SM90, and one that dequantizes for cuBLAS.
     `process_weights_after_loading` repacks a layer's tensors (`packed_weight.py`) to `weight` and

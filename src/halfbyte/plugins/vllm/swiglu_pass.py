@@ -12,17 +12,25 @@ from halfbyte.linear.w4a16 import swiglu as _swiglu  # noqa: F401
 class FuseSwiGLU(InductorPass):
     """Replaces `silu_and_mul(nvfp4_linear_cuda(x, ...))` by one operator."""
 
+    def uuid(self) -> str:
+        """Key of vLLM's cached graphs: of all that decides what they call."""
+        schema = str(torch.ops.halfbyte.nvfp4_linear_swiglu_cuda.default._schema)
+        key: str = self.hash_source(self, _replace_traced_arguments, schema)
+        return key
+
     def __call__(self, graph: fx.Graph) -> None:
         """Change a graph in place; a layer's result that is used elsewhere, too, stays."""
         operators = torch.ops.halfbyte
         linear = operators.nvfp4_linear_cuda.default
         activation = operators.silu_and_mul.default
         for node in list(graph.find_nodes(op="call_function", target=activation)):
-            layer = node.args[0]
-            if layer.target is not linear or len(layer.users) > 1 or layer.kwargs:
+            layer = node.args[0] if node.args else None
+            if not isinstance(layer, fx.Node) or layer.target is not linear:
+                continue
+            if len(layer.users) > 1 or layer.kwargs:
                 continue
             *arguments, n, batch_invariant = layer.args
-            if batch_invariant:
+            if batch_invariant or not isinstance(n, int):
                 continue
             with graph.inserting_before(node):
                 fused = graph.call_function(

@@ -89,6 +89,14 @@ def test_other_uses_stay(options: dict[str, bool]) -> None:
     assert targets(graph) == [LINEAR, ACTIVATION]
 
 
+def test_named_arguments_stay() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(ACTIVATION, (), {"x": x}))
+    FuseSwiGLU()(graph)
+    assert targets(graph) == [ACTIVATION]
+
+
 def test_an_activation_of_something_else_stays() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")

@@ -44,15 +44,17 @@ __device__ __forceinline__ void sync_workers() {
 // Pair i of a thread's four of a strip, rounded: two neighbouring tokens in a row of W. Pairs 0 and 1 are rows g and
 // g + 8 with tokens 2c and 2c + 1, pairs 2 and 3 the same rows with tokens 2c + 8 and 2c + 9. `second`: of the next
 // strip.
-__device__ __forceinline__ u32 rounded_pair(int i, const float* sums, bool second, const Rows& rows) {
-  const float scale = rows.scale[i & 1], bias = lower_to_float(rows.bias[i & 1]);
+__device__ __forceinline__ u32 rounded_pair(int i, const float* sums, bool second, const Rows& rows,
+                                            const float* biases) {
+  const float scale = rows.scale[i & 1], bias = biases[i & 1];
   float x[2];
 #pragma unroll
   for (int j = 0; j < 2; j++) x[j] = second ? sums[8 + 2 * i + j] : sums[2 * i + j];
   return pack_pair(x[0] * scale + bias, x[1] * scale + bias);
 }
 
-// Writes strips of the output by way of shared memory, OUT_BYTES at `outs` for each warpgroup. There a token's 64 rows of W are 128 bytes, swizzled.
+// Writes strips of the output by way of shared memory, OUT_BYTES at `outs` for each warpgroup. There a token's 64 rows of
+// W are 128 bytes, swizzled.
 //
 // With SwiGLU a warpgroup finishes every second strip. Of the others it leaves its values, rounded as a layer's result is, for
 // the other warpgroup.
@@ -66,9 +68,10 @@ __device__ __forceinline__ void store(const Place& place, const Share& share, co
     sync_workers();  // what was left here before has been read
   else
     group_sync(group);
+  const float bias[2] = {lower_to_float(rows.bias[0]), lower_to_float(rows.bias[1])};
   // Lanes give the row addresses of four matrices: 8 tokens x 8 rows of W, 8 more rows, both of 8 more tokens.
   const u32 token = (lane & 7) + (lane >> 4) * 8, chunk = 2 * self.warp + (lane >> 3 & 1);
-  const u32 in_strip = token * 128 + ((chunk ^ (token & 7)) * 16);
+  const u32 to = out + token * 128 + ((chunk ^ (token & 7)) * 16);
 #if SWIGLU
   // One body of code per pair of strips, that both warpgroups run, here each for the other's strip: less code, because
   // it is not in the instruction cache when it is reached.
@@ -78,25 +81,26 @@ __device__ __forceinline__ void store(const Place& place, const Share& share, co
     if (!share.has(strip)) continue;
     u32 pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = rounded_pair(i, sums + 8 * first, first + 1 < STRIPS && group == 0, rows);
-    stmatrix4_trans(out + in_strip + strip * STRIP_BYTES, pairs);
+    for (int i = 0; i < 4; i++)
+      pairs[i] = rounded_pair(i, sums + 8 * first, first + 1 < STRIPS && group == 0, rows, bias);
+    stmatrix4_trans(to + strip * STRIP_BYTES, pairs);
   }
   sync_workers();
-  const u32 left = outs + (1 - group) * OUT_BYTES;
+  const u32 left = to + (1 - 2 * group) * OUT_BYTES;  // by the other warpgroup
 #pragma unroll
   for (int first = 0; first < STRIPS; first += 2) {
     const int strip = first + group;
     if (!share.has(strip)) continue;
     u32 pairs[4];
-    ldmatrix4_trans(pairs, left + in_strip + strip * STRIP_BYTES);
+    ldmatrix4_trans(pairs, left + strip * STRIP_BYTES);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const u32 own = rounded_pair(i, sums + 8 * first, first + 1 < STRIPS && group == 1, rows);
+      const u32 own = rounded_pair(i, sums + 8 * first, first + 1 < STRIPS && group == 1, rows, bias);
       const u32 gate = group == 0 ? own : pairs[i], up = group == 0 ? pairs[i] : own;
       pairs[i] = pack_pair(silu_and_multiply(lower_to_float(gate), lower_to_float(up)),
                            silu_and_multiply(upper_to_float(gate), upper_to_float(up)));
     }
-    stmatrix4_trans(out + in_strip + strip * STRIP_BYTES, pairs);
+    stmatrix4_trans(to + strip * STRIP_BYTES, pairs);
   }
 #else
 #pragma unroll
@@ -104,8 +108,8 @@ __device__ __forceinline__ void store(const Place& place, const Share& share, co
     if (!share.has(strip)) continue;
     u32 pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = rounded_pair(i, sums + 8 * strip, false, rows);
-    stmatrix4_trans(out + in_strip + strip * STRIP_BYTES, pairs);
+    for (int i = 0; i < 4; i++) pairs[i] = rounded_pair(i, sums + 8 * strip, false, rows, bias);
+    stmatrix4_trans(to + strip * STRIP_BYTES, pairs);
   }
 #endif
   fence_async_proxy();
