@@ -116,7 +116,8 @@ def test_runs_with_both_kernels_get_the_pass(monkeypatch: pytest.MonkeyPatch) ->
         for name in wanted:
             answer = name != missing
             monkeypatch.setattr(compilation, name, lambda *arguments, answer=answer: answer)
-        config = VllmConfig(additional_config=on)
+        config = VllmConfig()
+        config.additional_config = on
         compilation.fuse_swiglu(config)
         options = config.compilation_config.inductor_compile_config
         found = options.get(key)
@@ -132,8 +133,8 @@ def test_runs_with_both_kernels_get_the_pass(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_pass_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("uses_halfbyte", "wants_layers", "wants_kernels"):
         monkeypatch.setattr(compilation, name, lambda *arguments: True)
-    config = VllmConfig(additional_config={"halfbyte": {"elementwise": "on"}})
-    own = FuseSwiGLU()
+    config, own = VllmConfig(), FuseSwiGLU()
+    config.additional_config = {"halfbyte": {"elementwise": "on"}}
     options = config.compilation_config.inductor_compile_config
     options["post_grad_custom_post_pass"] = own
     compilation.fuse_swiglu(config)
