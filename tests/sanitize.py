@@ -8,7 +8,7 @@ run several parts at a time, give each one thread (OMP_NUM_THREADS=1): it is ten
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -301,48 +301,48 @@ def packed_on_gpu(n: int, k: int) -> tuple[Any, torch.Tensor, torch.Tensor, torc
 
 def cuts() -> None:
     """Tiles of `gemm_sm90/gemm.cu`, whole and cut, with more steps than its ring has places."""
-    from halfbyte.linear.w4a16.gemm_sm90.launcher import gemm_product
-    from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan
+    from halfbyte.linear.w4a16.gemm_sm90.plan import TILES
 
-    if torch.cuda.get_device_capability() != (9, 0):
-        return
-    n, k, m = 700, 1104, 150
-    layer, weight, scale, rows = packed_on_gpu(n, k)
-    x, bias = random_input(m, k, torch.bfloat16), layer.bias
-    exact = F.linear(x.double(), layer.dequantize(torch.float64), bias.double())
-    for tile in TILES:
-        tiles = tile.pairs(n, m)
-        for clusters, cut in ((tiles, 0), (tiles + 1, tiles), (3 * tiles, tiles)):
-            print("cuts", tile, clusters, cut, flush=True)
-            plan = GemmPlan(tile, tiles, clusters, cut)
-            product = gemm_product(x.shape, n, x.dtype, 0, plan)
-            out = product(x.cuda(), weight, scale, rows, bias.cuda())
-            error = (out.cpu().double() - exact).abs().max()
-            assert error <= 0.01 * exact.abs().max()
+    gemm_tiles("cuts", TILES, 700, 0.01)
 
 
 def swiglu() -> None:
-    """Tiles of `gemm_sm90/gemm.cu` with SwiGLU; a cluster's second CTA may have no rows."""
+    """The same with SwiGLU, where a cluster's second CTA may have no rows."""
+    from halfbyte.linear.w4a16.gemm_sm90.plan import SWIGLU_TILES
+
+    gemm_tiles("swiglu", SWIGLU_TILES, 640, 0.02, swiglu=True)
+
+
+def gemm_tiles(
+    name: str, among: Sequence[Any], n: int, tolerance: float, *, swiglu: bool = False
+) -> None:
+    """The GEMM with each tile of `among`, compared with float64.
+
+    Args:
+        n: rows of W.
+        tolerance: relative to the largest result.
+    """
     from halfbyte.linear.w4a16.gemm_sm90.launcher import gemm_product
-    from halfbyte.linear.w4a16.gemm_sm90.plan import SWIGLU_TILES, GemmPlan
+    from halfbyte.linear.w4a16.gemm_sm90.plan import GemmPlan
 
     if torch.cuda.get_device_capability() != (9, 0):
         return
-    n, k, m = 640, 1104, 150
+    k, m = 1104, 150
     layer, weight, scale, rows = packed_on_gpu(n, k)
     x, bias = random_input(m, k, torch.bfloat16), layer.bias
-    product = F.linear(x.double(), layer.dequantize(torch.float64), bias.double())
-    gate, up = product.bfloat16().double().chunk(2, dim=-1)
-    exact = F.silu(gate) * up
-    for tile in SWIGLU_TILES:
+    exact = F.linear(x.double(), layer.dequantize(torch.float64), bias.double())
+    if swiglu:
+        gate, up = exact.bfloat16().double().chunk(2, dim=-1)
+        exact = F.silu(gate) * up
+    for tile in among:
         tiles = tile.pairs(n, m)
         for clusters, cut in ((tiles, 0), (tiles + 1, tiles), (3 * tiles, tiles)):
-            print("swiglu", tile, clusters, cut, flush=True)
+            print(name, tile, clusters, cut, flush=True)
             plan = GemmPlan(tile, tiles, clusters, cut)
-            call = gemm_product(x.shape, n, x.dtype, 0, plan, True)
-            out = call(x.cuda(), weight, scale, rows, bias.cuda())
+            product = gemm_product(x.shape, n, x.dtype, 0, plan, swiglu)
+            out = product(x.cuda(), weight, scale, rows, bias.cuda())
             error = (out.cpu().double() - exact).abs().max()
-            assert error <= 0.02 * exact.abs().max()
+            assert error <= tolerance * exact.abs().max()
 
 
 def experts() -> None:

@@ -36,7 +36,7 @@ from halfbyte.linear.w4a16.row_scaled import RowScaledKernel
 
 _OLDEST = 80
 
-_Product = Callable[
+Product = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
 ]
 """(x, the weight's three tensors, bias) -> the result, for one shape of x."""
@@ -59,17 +59,37 @@ def nvfp4_linear_cuda(
     batch_invariant: bool,
 ) -> torch.Tensor:
     """x `[..., K]` times the tensors of a `PackedWeight`, to `[..., n]`."""
-    rows = x if x.is_contiguous() else matrix_of(x)
-    bias = None if bias is None else bias.contiguous()
     product = _product(x.shape, n, x.dtype, x.get_device(), batch_invariant)
-    out = product(rows, weight, weight_scale, row_scale, bias)
+    return call_product(product, x, (weight, weight_scale, row_scale), bias, n)
+
+
+def call_product(
+    product: Product,
+    x: torch.Tensor,
+    weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    bias: torch.Tensor | None,
+    n: int,
+) -> torch.Tensor:
+    """Call a product of x's shape with contiguous rows.
+
+    Args:
+        product: cached for `x.shape`.
+        x: `[..., K]`, any strides.
+        weight: the tensors of a `PackedWeight`.
+        n: columns of the result.
+
+    Returns:
+        `[..., n]`.
+    """
+    rows = x if x.is_contiguous() else matrix_of(x)
+    out = product(rows, *weight, None if bias is None else bias.contiguous())
     return out if rows is x else out.view(*x.shape[:-1], n)
 
 
 @lru_cache(maxsize=SHAPES)
 def _product(
     shape: torch.Size, n: int, dtype: torch.dtype, device: int, batch_invariant: bool
-) -> _Product:
+) -> Product:
     k = shape[-1]
     m = shape.numel() // k
     if not m:

@@ -3,7 +3,6 @@
 The activation is of values that are rounded to the dtype, as a layer's result is.
 """
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
@@ -11,16 +10,14 @@ import torch
 from halfbyte.elementwise import silu_and_mul
 from halfbyte.kernels.runtime.tensor_maps import SHAPES
 from halfbyte.linear.ops import linear_op
-from halfbyte.linear.tensors import matrix_of
-from halfbyte.linear.w4a16.cuda import choose_variant, nvfp4_linear_cuda
+from halfbyte.linear.w4a16.cuda import Product, call_product, choose_variant, nvfp4_linear_cuda
 from halfbyte.linear.w4a16.gemm_sm90.launcher import SWIGLU_MULTIPLE, compile_gemm, gemm_product
 from halfbyte.linear.w4a16.gemm_sm90.plan import GemmPlan, make_plan
 from halfbyte.linear.w4a16.gpu import gpu_of
 
-_Product = Callable[..., torch.Tensor]
-_LAUNCH_MICROSECONDS = 2.0
-"""Of `silu_and_mul` between two GEMMs of 64 tokens of Llama-3.1-8B, on an H200."""
-_BYTES_PER_MICROSECOND = 3.5e6
+_ACTIVATION_MICROSECONDS = 2.0
+"""Of `silu_and_mul` between two GEMMs of 64 tokens of Llama-3.1-8B, on an H200; more tokens take
+more."""
 
 
 @linear_op("nvfp4_linear_swiglu_cuda")
@@ -43,14 +40,12 @@ def nvfp4_linear_swiglu_cuda(
     Returns:
         `[..., n]`.
     """
-    rows = x if x.is_contiguous() else matrix_of(x)
-    bias = None if bias is None else bias.contiguous()
-    out = _product(x.shape, n, x.dtype, x.get_device())(rows, weight, weight_scale, row_scale, bias)
-    return out if rows is x else out.view(*x.shape[:-1], n)
+    product = _product(x.shape, n, x.dtype, x.get_device())
+    return call_product(product, x, (weight, weight_scale, row_scale), bias, n)
 
 
 @lru_cache(maxsize=SHAPES)
-def _product(shape: torch.Size, n: int, dtype: torch.dtype, device: int) -> _Product:
+def _product(shape: torch.Size, n: int, dtype: torch.dtype, device: int) -> Product:
     k = shape[-1]
     m = shape.numel() // k
     gpu = gpu_of(device)
@@ -67,9 +62,8 @@ def _product(shape: torch.Size, n: int, dtype: torch.dtype, device: int) -> _Pro
 def swiglu_plan(m: int, n: int, k: int, num_sms: int) -> GemmPlan | None:
     """The plan of the GEMM with SwiGLU; None if a GEMM and an activation take less time."""
     fused = make_plan(2 * n, k, m, num_sms, swiglu=True)
-    gemm = make_plan(2 * n, k, m, num_sms)
-    activation = _LAUNCH_MICROSECONDS + 3 * 2 * m * n / _BYTES_PER_MICROSECOND
-    return fused if fused.microseconds(k, m) < gemm.microseconds(k, m) + activation else None
+    apart = make_plan(2 * n, k, m, num_sms).microseconds(k, m) + _ACTIVATION_MICROSECONDS
+    return fused if fused.microseconds(k, m) < apart else None
 
 
 def _apart(

@@ -304,13 +304,13 @@ def test_long_prompts_compile_no_attention_kernel(
     options |= {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_batched_tokens": 8192}
     with vllm_engine(tmp_path, dtype="bfloat16", enable_prefix_caching=True, **options) as llm:
         assert_rings(assert_ours(llm), recipe)
-        calls, run_long = [], dense._run_long
+        calls, run_last = [], dense._run_last
 
-        def counted(*arguments: Any) -> None:
+        def counted(*arguments: Any) -> Any:
             calls.append(arguments)
-            run_long(*arguments)
+            return run_last(*arguments)
 
-        monkeypatch.setattr(dense, "_run_long", counted)
+        monkeypatch.setattr(dense, "_run_last", counted)
         lengths = ((2048,), (2500,), (4096, 3000), (9000,), (15000, 700))
         assert compiled_for(llm, lengths, 16000) == []
     assert len(calls) > 20
