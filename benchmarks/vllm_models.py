@@ -82,9 +82,6 @@ LLAMA = Model(
         "halfbyte nvfp4 cache": Variant(False, halfbyte()),
         "halfbyte nvfp4 weights and cache": Variant(True, halfbyte()),
         "halfbyte nvfp4 weights and cache, balanced": Variant(True, halfbyte("balanced")),
-        "halfbyte nvfp4 weights and cache, elementwise on": Variant(
-            True, halfbyte(elementwise="on")
-        ),
     },
     cases=((64, 8192), (128, 2048), (16, 1024), (1, 4096)),
 )

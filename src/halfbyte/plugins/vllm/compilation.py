@@ -4,7 +4,6 @@ from typing import Any
 
 from halfbyte.kernels.runtime.inductor import OVERLAP, can_overlap
 from halfbyte.plugins.vllm.layers import wants_layers
-from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.registry import is_dense, uses_halfbyte, wants_kernels
 
 _PASS = "post_grad_custom_post_pass"
@@ -35,8 +34,7 @@ def overlap_launches(vllm_config: Any) -> None:
 def fuse_swiglu(vllm_config: Any) -> None:
     """Let NVFP4 layers apply the SwiGLU behind them, in runs whose layers both are halfbyte's.
 
-    Only with `elementwise: on`: `auto` is for what was timed inside vLLM. A pass of the user's
-    takes precedence, and a vLLM that has none is left alone.
+    A pass of the user's takes precedence, and a vLLM that has none is left alone.
 
     Args:
         vllm_config: vLLM's, modified in place.
@@ -45,8 +43,6 @@ def fuse_swiglu(vllm_config: Any) -> None:
         getattr(vllm_config, "compilation_config", None), "inductor_compile_config", None
     )
     if options is None or not uses_halfbyte(vllm_config):
-        return
-    if Options.parse(vllm_config.additional_config).elementwise != "on":
         return
     if not (wants_layers(vllm_config) and wants_kernels(vllm_config, "linear")):
         return

@@ -70,8 +70,7 @@ class Options:
     left to vLLM with `auto`, and are an error with `on`."""
     elementwise: str = "auto"
     """Norms, SwiGLU and rotary embedding on halfbyte's kernels, on Hopper with halfbyte's
-    attention: `auto` for the runs of `layers.wants_layers`, `on` for all, and with SwiGLU inside
-    the GEMM of gate and up, `off` never."""
+    attention: `auto` for the runs of `layers.wants_layers`, `on` for all, `off` never."""
 
     def __post_init__(self) -> None:
         for name in ("kv_scales", "draft_kv_scales"):

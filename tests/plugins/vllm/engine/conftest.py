@@ -69,3 +69,22 @@ def _release_engines() -> Iterator[None]:
     """One engine at a time: vLLM's parallel state is global to the process."""
     yield
     gc.collect()
+
+
+@pytest.fixture
+def own_cache_of_a_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Engines that start together overwrite what the others compile (vLLM's issue 24601)."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = tmp_path_factory.getbasetemp()  # a worker's own
+        monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder / "vllm"))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+
+
+@pytest.fixture(params=["0", "1"], ids=["runner V1", "runner V2"])
+def model_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
+    set_cudagraph_capturing_enabled(True)  # V1 forbids it to the process's later engines

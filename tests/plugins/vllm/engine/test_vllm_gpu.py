@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from checkpoints.mxfp4_folders import make_gpt_oss
-from halfbyte.kvcache import KVRecipe
 from halfbyte.plugins.vllm import attention
 from models.zoo import make_model, token_ids
 from plugins.vllm.engine.engines import (
@@ -27,11 +25,18 @@ from plugins.vllm.engine.engines import (
     outputs_of,
     run_apart,
     varied,
-    vllm_engine,
+)
+from plugins.vllm.engine.gpu_engines import (
+    GPU,
+    assert_alike,
+    assert_rings,
+    gpu_engine,
+    graphs_alone,
+    scored,
 )
 from plugins.vllm.engine.moe_checkpoints import make_nvfp4
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache_of_a_worker", "model_runner")]
 
 NGRAM: dict[str, Any] = {
     "method": "ngram",
@@ -39,67 +44,6 @@ NGRAM: dict[str, Any] = {
     "prompt_lookup_max": 4,
     "prompt_lookup_min": 1,
 }
-# Little memory, given in bytes, so that several tests can run at the same time.
-GPU: dict[str, Any] = {
-    "kv_cache_memory_bytes": 2**28,
-    "gpu_memory_utilization": 0.05,
-    "enforce_eager": False,
-    "max_num_seqs": 16,
-}
-
-
-@pytest.fixture(autouse=True)
-def _own_cache_of_a_worker(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Engines that start together overwrite what the others compile (vLLM's issue 24601)."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = tmp_path_factory.getbasetemp()  # a worker's own
-        monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder / "vllm"))
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-
-
-@pytest.fixture(autouse=True, params=["0", "1"], ids=["runner V1", "runner V2"])
-def _model_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
-
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
-    set_cudagraph_capturing_enabled(True)  # V1 forbids it to the process's later engines
-
-
-def scored(llm: Any, prompts: Sequence[Any], max_tokens: int = 48) -> list[list[dict[int, float]]]:
-    """Per prompt and step, log-probabilities of the likeliest tokens, the greedy one first."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=5)
-    asked = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
-    return [
-        [{token: entry.logprob for token, entry in step.items()} for step in o.outputs[0].logprobs]
-        for o in llm.generate(asked, params, use_tqdm=False)
-    ]
-
-
-def assert_alike(found: Any, expected: Any, mean: float) -> None:
-    """Log-probabilities after the same prefixes differ by less than `mean` on average, and nowhere
-    by much.
-
-    Compiled layers round bfloat16 at other places than eager ones, so that K and V may get other
-    codes. Differences were 0.021 on average and up to 0.19 with an unquantized cache, 0.13 and up
-    to 1.44 with an nvfp4 cache.
-    """
-    differences = []
-    for one, other in zip(found, expected, strict=True):
-        for a, b in zip(one, other, strict=True):
-            shared = a.keys() & b.keys()
-            assert shared
-            differences += [abs(a[token] - b[token]) for token in shared]
-            best, other_best = max(a, key=a.__getitem__), max(b, key=b.__getitem__)
-            if best != other_best:  # prefixes differ from here on
-                assert abs(b[other_best] - b.get(best, -1e9)) < 1.5
-                break
-    assert len(differences) > 60 * len(found)
-    assert sum(differences) / len(differences) < mean
-    assert max(differences) < 2.0
 
 
 @pytest.mark.parametrize(
@@ -112,7 +56,7 @@ def test_graphs_equal_eager_in_float32(kv_cache_dtype: str, recipe: str) -> None
     for eager in (True, False):
         options = {**GPU, "enforce_eager": eager, "max_num_batched_tokens": 64}
         options["additional_config"] = {"halfbyte": {"kv_recipe": recipe}}
-        with vllm_engine(kv_cache_dtype=kv_cache_dtype, **options) as llm:
+        with gpu_engine(kv_cache_dtype=kv_cache_dtype, **options) as llm:
             assert_rings(assert_ours(llm), recipe)
             runs = [generate(llm, TEXTS[:n]) for n in (6, 1, 3)]
             mixed = generate(llm, [text * n for n, text in enumerate(TEXTS, 1)])
@@ -131,12 +75,12 @@ def test_graphs_equal_eager_in_float32(kv_cache_dtype: str, recipe: str) -> None
     ],
 )
 def test_graphs_in_bfloat16(kv_cache_dtype: str, recipe: str, mean: float) -> None:
-    """The decode kernel is CUDA C++. Graphs have the bits of eager steps, unless compilation
-    rounds elsewhere."""
+    """The decode kernel is CUDA C++. Graphs of the same batch sizes have the bits of eager steps,
+    unless compilation rounds elsewhere."""
     results = []
-    for more in ({"enforce_eager": True}, {"compilation_config": {"mode": 0}}, {}):
+    for more in ({"enforce_eager": True}, graphs_alone(6, 3), {}):
         options: dict[str, Any] = {**GPU, "kv_cache_dtype": kv_cache_dtype, **more}
-        with vllm_engine(dtype="bfloat16", kv_recipe=recipe, **options) as llm:
+        with gpu_engine(dtype="bfloat16", kv_recipe=recipe, **options) as llm:
             assert_rings(assert_ours(llm), recipe)
             results.append(scored(llm, TEXTS) + scored(llm, [t * 7 for t in TEXTS[:3]]))
     eager, graphs, compiled = results
@@ -155,7 +99,7 @@ def test_sinks_and_windows_in_graphs(architecture: str, tmp_path: Path) -> None:
     prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60, 81)]
     results = []
     for eager in (True, False):
-        with vllm_engine(
+        with gpu_engine(
             tmp_path,
             load_format="dummy",
             max_model_len=200,
@@ -179,7 +123,7 @@ def test_experts_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
     results = []
     for eager in (True, False):
-        with vllm_engine(
+        with gpu_engine(
             folder,
             kv_cache_dtype="auto",
             max_model_len=128,
@@ -199,11 +143,11 @@ def test_cuda_experts_in_graphs_in_bfloat16(name: str, tmp_path: Path) -> None:
     folder, weight_format = make_experts(name, tmp_path)
     prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
     results = []
-    for more in ({"enforce_eager": True}, {"compilation_config": {"mode": 0}}):
+    for more in ({"enforce_eager": True}, graphs_alone(4, 2, 1)):
         options: dict[str, Any] = {**GPU, "dtype": "bfloat16", "kv_cache_dtype": "auto", **more}
         options |= {"max_model_len": 128, "skip_tokenizer_init": True}
         options["additional_config"] = {"halfbyte": {"moe": "on"}}
-        with vllm_engine(folder, **options) as llm:
+        with gpu_engine(folder, **options) as llm:
             assert_our_experts(llm, "cuda", weight_format)
             results.append([generate(llm, prompts[:n], 16) for n in (4, 2, 1)])
     assert results[0] == results[1]
@@ -237,21 +181,12 @@ def test_drafts_from_the_prompt_in_graphs(recipe: str) -> None:
     is_v2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     if is_v2 and find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is None:
         pytest.skip("this vLLM's model runner V2 takes no drafts from the prompt")
-    with vllm_engine(**GPU, kv_recipe=recipe) as llm:
+    with gpu_engine(**GPU, kv_recipe=recipe) as llm:
         assert_rings(assert_ours(llm), recipe)
         expected = generate(llm, TEXTS)
     found, counted = run_apart(TEXTS, **GPU, kv_recipe=recipe, speculative_config=NGRAM)
     assert found == expected
     assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
-
-
-def assert_rings(impls: Sequence[Any], recipe: str) -> None:
-    """Assert that layers keep their last tokens in 16 bits if the recipe does."""
-    tokens = KVRecipe.parse(recipe).recent_tokens
-    assert {impl.recent_tokens for impl in impls} <= {0, tokens}
-    assert any(impl.rings is not None for impl in impls) == any(
-        impl.format.k.is_nvfp4 and tokens for impl in impls
-    )
 
 
 def test_rings_are_filled_before_a_whole_graph() -> None:
@@ -260,7 +195,7 @@ def test_rings_are_filled_before_a_whole_graph() -> None:
     results = []
     for eager in (True, False):
         options = {**GPU, "enforce_eager": eager, "kv_recipe": "balanced", "block_size": 16}
-        with vllm_engine(**options, enable_prefix_caching=True) as llm:
+        with gpu_engine(**options, enable_prefix_caching=True) as llm:
             assert_rings(assert_ours(llm), "balanced")
             first = generate(llm, prompts, 24)
             again = outputs_of(llm, prompts, 24)
@@ -273,71 +208,11 @@ def test_rings_are_filled_before_a_whole_graph() -> None:
 @pytest.mark.parametrize("recipe", ["plain", "balanced"])
 def test_equals_halfbyte_s_engine_on_the_same_gpu(recipe: str) -> None:
     expected = halfbyte_tokens(BUNDLED, TEXTS, device="cuda", kv_recipe=recipe)
-    with vllm_engine(**GPU, additional_config={"halfbyte": {"kv_recipe": recipe}}) as llm:
+    with gpu_engine(**GPU, additional_config={"halfbyte": {"kv_recipe": recipe}}) as llm:
         assert_rings(assert_ours(llm), recipe)
         found = generate(llm, TEXTS)
     differ = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
     assert len(differ) <= 1
-
-
-@pytest.mark.parametrize("recipe", ["plain", "balanced"])
-def test_requests_compile_no_attention_kernel(recipe: str) -> None:
-    """Neither prompts of many lengths nor hits in the prefix cache nor batches beyond graphs."""
-    options = {**GPU, "kv_recipe": recipe, "max_model_len": 2048, "max_num_seqs": 32}
-    with vllm_engine(dtype="bfloat16", enable_prefix_caching=True, **options) as llm:
-        assert_rings(assert_ours(llm), recipe)
-        lengths = ((9,), (70, 33, 200), (1, 700, 1500), (150,) * 3, (20,) * 24)
-        assert compiled_for(llm, lengths, 2000) == []
-
-
-@pytest.mark.parametrize("recipe", ["plain", "balanced"])
-def test_long_prompts_compile_no_attention_kernel(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts that PyTorch's dense attention takes, in chunks and after hits."""
-    from halfbyte.attention.prefill import dense
-
-    config = make_model("qwen3", head_dim=128, max_position_embeddings=16384).config
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(tmp_path)
-    options: dict[str, Any] = {**GPU, "kv_recipe": recipe, "max_model_len": 16384}
-    options |= {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_batched_tokens": 8192}
-    with vllm_engine(tmp_path, dtype="bfloat16", enable_prefix_caching=True, **options) as llm:
-        assert_rings(assert_ours(llm), recipe)
-        calls, run_last = [], dense._run_last
-
-        def counted(*arguments: Any) -> Any:
-            calls.append(arguments)
-            return run_last(*arguments)
-
-        monkeypatch.setattr(dense, "_run_last", counted)
-        lengths = ((2048,), (2500,), (4096, 3000), (9000,), (15000, 700))
-        assert compiled_for(llm, lengths, 16000) == []
-    assert len(calls) > 20
-
-
-def compiled_for(llm: Any, lengths: Sequence[Sequence[int]], max_tokens: int) -> list[str]:
-    """Names of halfbyte's kernels that compile while batches of prompts run, each also with 40
-    tokens more (cut to `max_tokens`), whose beginning is then in the prefix cache."""
-    from triton import knobs
-
-    from halfbyte.kernels.runtime import nvrtc
-
-    compiled: list[str] = []
-    before, cubins = knobs.runtime.jit_post_compile_hook, nvrtc.load.cache_info()
-    knobs.runtime.jit_post_compile_hook = lambda **seen: compiled.append(
-        f"{seen['fn'].module}.{seen['fn'].name}"
-    )
-    try:
-        for batch in lengths:
-            prompts = [token_ids(n, seed=n).tolist() for n in batch]
-            generate(llm, prompts, 6)
-            again = [ids + token_ids(40, seed=1).tolist() for ids in prompts]
-            generate(llm, [ids[:max_tokens] for ids in again], 3)
-    finally:
-        knobs.runtime.jit_post_compile_hook = before
-    loaded = nvrtc.load.cache_info().misses - cubins.misses
-    return [name for name in compiled if "halfbyte" in name] + ["a cubin"] * loaded
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
@@ -366,7 +241,7 @@ def _scores_of_batches(recipe: str, eager: bool) -> list[tuple[Any, Any]]:
     results = []
     for budget in (2048, 64):
         options |= {"max_num_batched_tokens": budget, "enforce_eager": eager}
-        with vllm_engine(**options) as llm:
+        with gpu_engine(**options) as llm:
             assert_rings(assert_ours(llm), recipe)
             assert attention.batch_invariant()
             together = scored(llm, prompts, 24)
@@ -381,7 +256,7 @@ def _scores_of_batches(recipe: str, eager: bool) -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize("recipe", ["plain", "balanced"])
 def test_two_gpus_give_the_same_tokens(parallel: dict[str, Any], recipe: str) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    with vllm_engine(**GPU, kv_recipe=recipe) as llm:
+    with gpu_engine(**GPU, kv_recipe=recipe) as llm:
         expected = generate(llm, TEXTS)
     found, _ = run_apart(TEXTS, **GPU, **parallel, kv_recipe=recipe, in_process=False)
     assert found == expected
@@ -405,7 +280,7 @@ def test_two_gpus_share_experts(
         "skip_tokenizer_init": True,
         "additional_config": {"halfbyte": {"moe": "on"}},
     }
-    with vllm_engine(folder, **options) as llm:
+    with gpu_engine(folder, **options) as llm:
         assert_our_experts(llm, "triton", weight_format)
         expected = generate(llm, prompts, 16)
     options |= {"tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}

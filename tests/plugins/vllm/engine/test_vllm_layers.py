@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from halfbyte.plugins.vllm import layers, register
 from plugins.vllm.engine.engines import TEXTS, vllm_engine
-from plugins.vllm.engine.test_vllm_gpu import assert_alike, scored
+from plugins.vllm.engine.gpu_engines import assert_alike, scored
 
 # As torch.compile has it: layers in PyTorch instead of vLLM's own kernels.
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "compilation_config": {"custom_ops": ["none"]}}

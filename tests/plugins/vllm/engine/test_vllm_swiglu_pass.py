@@ -12,8 +12,8 @@ from vllm.config import VllmConfig
 from halfbyte.linear.w4a16 import swiglu
 from halfbyte.plugins.vllm import compilation
 from halfbyte.plugins.vllm.swiglu_pass import FuseSwiGLU
-from plugins.vllm.engine.engines import TEXTS, vllm_engine
-from plugins.vllm.engine.test_vllm_gpu import GPU, assert_alike, scored
+from plugins.vllm.engine.engines import TEXTS
+from plugins.vllm.engine.gpu_engines import GPU, assert_alike, gpu_engine, scored
 from plugins.vllm.engine.test_vllm_weights import quantized
 
 LINEAR = torch.ops.halfbyte.nvfp4_linear_cuda.default
@@ -111,13 +111,12 @@ def test_an_activation_of_something_else_stays() -> None:
 
 def test_runs_with_both_kernels_get_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ("uses_halfbyte", "wants_layers", "wants_kernels")
-    on, key = {"halfbyte": {"elementwise": "on"}}, "post_grad_custom_post_pass"
+    key = "post_grad_custom_post_pass"
     for missing in (None, *wanted):
         for name in wanted:
             answer = name != missing
             monkeypatch.setattr(compilation, name, lambda *arguments, answer=answer: answer)
         config = VllmConfig()
-        config.additional_config = on
         compilation.fuse_swiglu(config)
         options = config.compilation_config.inductor_compile_config
         found = options.get(key)
@@ -125,16 +124,12 @@ def test_runs_with_both_kernels_get_the_pass(monkeypatch: pytest.MonkeyPatch) ->
         if missing is None:
             assert pickle.loads(pickle.dumps(found)).uuid() == FuseSwiGLU().uuid()
             config.compute_hash()  # vLLM's cache of graphs asks for it
-            auto = VllmConfig()
-            compilation.fuse_swiglu(auto)
-            assert not auto.compilation_config.inductor_compile_config.get(key)
 
 
 def test_a_pass_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("uses_halfbyte", "wants_layers", "wants_kernels"):
         monkeypatch.setattr(compilation, name, lambda *arguments: True)
     config, own = VllmConfig(), FuseSwiGLU()
-    config.additional_config = {"halfbyte": {"elementwise": "on"}}
     options = config.compilation_config.inductor_compile_config
     options["post_grad_custom_post_pass"] = own
     compilation.fuse_swiglu(config)
@@ -147,13 +142,12 @@ def test_vllms_graphs_have_the_operator(tmp_path: Path) -> None:
         pytest.skip("an SM90")
     folder = quantized(tmp_path, "modelopt", activations=False)
     swiglu._product.cache_clear()
-    on = {"halfbyte": {"elementwise": "on"}}
-    with vllm_engine(folder, dtype="bfloat16", additional_config=on, **GPU) as llm:
+    with gpu_engine(folder, dtype="bfloat16", **GPU) as llm:
         found = scored(llm, TEXTS)
     assert swiglu._product.cache_info().currsize
     swiglu._product.cache_clear()
     off = {"halfbyte": {"elementwise": "off"}}
-    with vllm_engine(folder, dtype="bfloat16", additional_config=off, **GPU) as llm:
+    with gpu_engine(folder, dtype="bfloat16", additional_config=off, **GPU) as llm:
         expected = scored(llm, TEXTS)
     assert not swiglu._product.cache_info().currsize
     assert_alike(found, expected, 0.2)
