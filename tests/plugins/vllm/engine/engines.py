@@ -50,6 +50,7 @@ def vllm_engine(
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.layers import rotary_embedding
 
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -73,6 +74,9 @@ def vllm_engine(
         # Shut down now, not with the last reference: the parallel groups are global to the process.
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
+        else:
+            # Of an engine that did not start: the next one would use its layers, as compiled ones.
+            rotary_embedding._ROPE_DICT.clear()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
