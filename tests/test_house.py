@@ -248,6 +248,22 @@ def test_launches_of_kernels_name_their_arguments() -> None:
     assert found == []
 
 
+def test_calls_of_triton_functions_name_their_arguments() -> None:
+    functions = {
+        node.name
+        for _, node in _nodes(ast.FunctionDef)
+        if any(ast.unparse(x).startswith("triton.jit") for x in node.decorator_list)
+    }
+    found = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}"
+        for file, node in _nodes(ast.Call)
+        if isinstance(node.func, ast.Name)
+        and node.func.id in functions
+        and len(node.args) > POSITIONAL
+    ]
+    assert found == []
+
+
 def test_frozen_dataclasses_are_not_written_once_they_are_made() -> None:
     makers = {"__init__", "__post_init__"}
     makers_of_own = {
@@ -266,6 +282,20 @@ def test_frozen_dataclasses_are_not_written_once_they_are_made() -> None:
         for file, node in _nodes(ast.Subscript)
         if isinstance(node.ctx, ast.Store) and ast.unparse(node.value).endswith("__dict__")
     ]
+    assert found == []
+
+
+def test_frozen_dataclasses_have_no_caches_to_fill() -> None:
+    """Fields or properties that begin as an empty dict or list."""
+    found = []
+    for file, node in _nodes(ast.ClassDef):
+        if not any("frozen=True" in ast.unparse(x) for x in node.decorator_list):
+            continue
+        for part in ast.walk(node):
+            if isinstance(part, ast.AnnAssign | ast.Return):
+                text = ast.unparse(part)
+                if "init=False" in text or text in ("return {}", "return []"):
+                    found.append(f"{file}:{part.lineno}")
     assert found == []
 
 

@@ -17,8 +17,8 @@ from checkpoints.folders import load_model, make_folder
 from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints import DIALECTS, CheckpointError
 from halfbyte.models import ModelLoadError, UnsupportedModelError, find_kv_scales, load_tokenizer
+from halfbyte.models.choose_kv_scales import find_draft_kv_scales
 from halfbyte.models.kv_calibration import calibrate
-from halfbyte.models.kv_scales import find_draft_kv_scales
 from halfbyte.models.layerwise import calibrate_checkpoint
 from models.zoo import ARCHITECTURES, make_model, token_ids
 

@@ -18,7 +18,7 @@ from halfbyte.checkpoints import DIALECTS
 from halfbyte.files import make_private
 from halfbyte.kvcache import KVScales
 from halfbyte.models import ModelLoadError, calibrate
-from halfbyte.models.kv_scales import cached_calibration
+from halfbyte.models.choose_kv_scales import cached_calibration
 from kvcache.transforms import make_calibration, without_costs
 from models.zoo import make_model, token_ids
 

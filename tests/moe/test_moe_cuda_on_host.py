@@ -11,7 +11,7 @@ import cuda_on_host
 from halfbyte.linear.w4a16.gemv.plan import Gpu
 from halfbyte.moe import PackedExperts
 from halfbyte.moe.cuda import launcher, sums
-from halfbyte.moe.cuda.plan import ProductPlan, Work, make_plan
+from halfbyte.moe.cuda.plan import StreamingPlan, Work, make_plan
 from moe.cases import assert_close_enough, random_hidden, random_routing
 from moe.on_host import BF16, KINDS, Kind, experts_of, moved, moved_matrices
 from slow import slow
@@ -80,7 +80,7 @@ def test_error(kind: Kind) -> None:
 def test_ways_to_share_k(kind: str, split: int, parts: int) -> None:
     """Warps that share a tile's k or not; items of several parts, of which the last has fewer."""
 
-    def plan_of(work: Work, m: int, top_k: int, gpu: Gpu) -> ProductPlan:
+    def plan_of(work: Work, m: int, top_k: int, gpu: Gpu) -> StreamingPlan:
         plan = make_plan(work, m, top_k, gpu)
         fits = work.items(parts) % split == 0
         return plan._replace(split=split if fits else 1, groups=2, stages=2, ctas=1, parts=parts)

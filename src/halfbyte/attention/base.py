@@ -110,9 +110,9 @@ class _Output:
     tensor: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class AttentionInputs:
-    """Validated arguments of `paged_attention`; see there for the fields."""
+    """Validated arguments of `paged_attention`, see there for the fields, and the output."""
 
     query: torch.Tensor
     pages: torch.Tensor
@@ -278,8 +278,8 @@ class SubBatch:
 
 
 class ResultBySequence(NamedTuple):
-    """A result where a dense kernel wrote it: of each sequence's last query tokens, as many of all
-    sequences. Earlier query tokens attend to nothing.
+    """A result where a dense kernel wrote it: of each sequence's last T query tokens, the same T
+    for all. Earlier query tokens have no visible keys.
 
     Args:
         out: `[sequences, tokens, heads, head_size_v]`, the last dimension contiguous.

@@ -5,7 +5,7 @@ from halfbyte.checkpoints.dialects.registry import DIALECTS, TENSOR_NAMES, read_
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.fingerprint import fingerprint
 from halfbyte.checkpoints.index import CheckpointIndex, TensorEntry
-from halfbyte.checkpoints.kv_scales import read_kv_scales
+from halfbyte.checkpoints.stored_kv_scales import read_kv_scales
 
 __all__ = [
     "DIALECTS",

@@ -100,7 +100,7 @@ def destination(model: str, folder: Path) -> tuple[Path, bool]:
         ValueError: the folder cannot be written, and there is no cache folder.
     """
     from halfbyte.kvcache import KV_SCALES_FILE
-    from halfbyte.models.kv_scales import cached_calibration
+    from halfbyte.models.choose_kv_scales import cached_calibration
 
     if Path(model).is_dir() and os.access(folder, os.W_OK):
         return folder / KV_SCALES_FILE, False

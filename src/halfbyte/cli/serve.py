@@ -139,7 +139,7 @@ def _provide_scales(plan: "ServePlan") -> None:
     import torch
 
     from halfbyte.checkpoints.dialects.registry import read_config
-    from halfbyte.models.kv_scales import declared_format, find_kv_scales
+    from halfbyte.models.choose_kv_scales import declared_format, find_kv_scales
     from halfbyte.models.local_files import local_folder
     from halfbyte.plugins.vllm.formats import LayerFormat
     from halfbyte.plugins.vllm.launch import named_as_typed

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -95,12 +95,10 @@ def _above_diagonal(x: torch.Tensor) -> torch.Tensor:
     return torch.triu_indices(size, size, offset=1, device=x.device)
 
 
-class _RopeOnDevice(NamedTuple):
-    """A rotary embedding's tables on a device."""
-
-    rope: int
-    """Index in `KVCalibration.ropes`."""
-    device: torch.device
+@lru_cache(maxsize=16)
+def _rope_on(rope: RopeAverages, device: torch.device) -> RopeAverages:
+    """A rotary embedding's tables on a device, the same for all layers."""
+    return RopeAverages(*(x.to(device) for x in vars(rope).values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +168,7 @@ class KVCalibration:
         measured = self.layers[layer]
         centring: dict[str, Any] = {}
         if recipe.center:
-            rope = self._rope_on(measured.rope, torch.device(device))
+            rope = _rope_on(self.ropes[measured.rope], torch.device(device))
             centring = {"mean": measured.mean[heads].to(device), **vars(rope)}
         first: dict[str, Any] = {}
         if recipe.keep_first_token and self.first_tokens:
@@ -200,18 +198,6 @@ class KVCalibration:
     def has_costs(self) -> bool:
         """Whether it has the data for recipes that weigh errors."""
         return all(layer.costs is not None for layer in self.layers)
-
-    def _rope_on(self, index: int, device: torch.device) -> RopeAverages:
-        """A rotary embedding's tables on a device, cached for all layers."""
-        key = _RopeOnDevice(index, device)
-        if key not in self._moved:
-            rope = self.ropes[index]
-            self._moved[key] = RopeAverages(*(x.to(device) for x in vars(rope).values()))
-        return self._moved[key]
-
-    @cached_property
-    def _moved(self) -> dict[_RopeOnDevice, RopeAverages]:
-        return {}
 
     def sha256(self) -> str:
         """Hash of everything that affects the contents of pages, independent of the file."""

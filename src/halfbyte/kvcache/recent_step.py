@@ -93,9 +93,9 @@ class _Places(NamedTuple):
     positions: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RecentStep:
-    """A step's updates of the rings, the same in every layer.
+    """A step's updates of the rings, the same in every layer; also caches what they share.
 
     Args:
         entries: int32 `[sequences]`, each sequence's entry.

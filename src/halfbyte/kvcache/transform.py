@@ -21,6 +21,7 @@ the first block scale of K is `MARK`, a NaN that no quantizer writes, and the fi
 is the constant's index. Readers then use the constants. Any other first token is packed as usual.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -184,24 +185,20 @@ class KVTransform:
     def prepare(self) -> None:
         """Make the tables of GPU kernels now: it syncs, which cannot be captured in a graph."""
         _ = self.mean_tables, self.pair_tables, self.split_angles, self.pairs_are_halves
-        for dtype in _QUERY_DTYPES:
-            self.first_tokens(dtype)
+        _ = self._first_tokens
 
     def first_tokens(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """`first_keys` and `first_values` in a dtype, contiguous; None where there are none.
-
-        Converted once per dtype: decode reads them in every layer and step.
-        """
-        if self.first_keys is None or self.first_values is None:
-            return None
-        if dtype not in self._converted:
-            keys, values = self.first_keys.to(dtype), self.first_values.to(dtype)
-            self._converted[dtype] = keys.contiguous(), values.contiguous()
-        return self._converted[dtype]
+        """`first_keys` and `first_values` in a dtype of queries, contiguous; None where there are
+        none."""
+        return None if self._first_tokens is None else self._first_tokens[dtype]
 
     @cached_property
-    def _converted(self) -> dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]:
-        return {}
+    def _first_tokens(self) -> Mapping[torch.dtype, tuple[torch.Tensor, torch.Tensor]] | None:
+        """Converted once: decode reads them in every layer and step."""
+        keys, values = self.first_keys, self.first_values
+        if keys is None or values is None:
+            return None
+        return {d: (keys.to(d).contiguous(), values.to(d).contiguous()) for d in _QUERY_DTYPES}
 
     @property
     def shared_tokens(self) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 from halfbyte.checkpoints.dialects.base import Dialect
 from halfbyte.dispatch import compute_capability_of
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
-from halfbyte.linear.layer_tensors import StoredGlobalScale, describe
+from halfbyte.linear.dialect_tensors import StoredGlobalScale, describe
 from halfbyte.linear.registry import init_nvfp4_linear_kernel
 from halfbyte.linear.state import SCALES, LayerState
 from halfbyte.numerics import nvfp4

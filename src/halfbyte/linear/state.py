@@ -15,7 +15,7 @@ from halfbyte.checkpoints.dialects.base import Dialect
 from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.linear.base import NvFp4LinearLayerConfig, check_dtype
-from halfbyte.linear.layer_tensors import (
+from halfbyte.linear.dialect_tensors import (
     Expected,
     Role,
     StoredGlobalScale,

@@ -11,8 +11,8 @@ from halfbyte.models.architectures import (
 from halfbyte.models.attention_functions import BATCH_ARGUMENT, ENGINE, GENERATE, register
 from halfbyte.models.batch import KVQuantization, PagedBatch
 from halfbyte.models.cache import Cache
+from halfbyte.models.choose_kv_scales import find_kv_scales, resolve_kv_scales
 from halfbyte.models.kv_calibration import calibrate
-from halfbyte.models.kv_scales import find_kv_scales, resolve_kv_scales
 from halfbyte.models.loader import load_model
 from halfbyte.models.local_files import ModelLoadError
 from halfbyte.models.tokenizer import load_tokenizer

@@ -19,7 +19,7 @@ from halfbyte.checkpoints.dialects.registry import read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.fingerprint import fingerprint
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex, read_weight_map
-from halfbyte.checkpoints.kv_scales import StoredKVScales, read_stored_scales
+from halfbyte.checkpoints.stored_kv_scales import StoredKVScales, read_stored_scales
 from halfbyte.checkpoints.validate import QUANTIZED_WEIGHT
 from halfbyte.kvcache import KVScales
 from halfbyte.layouts.kv_cache_dtype import declared_cache_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.checkpoints import CheckpointError, fingerprint
-from halfbyte.checkpoints.kv_scales import StoredKVScale
+from halfbyte.checkpoints.stored_kv_scales import StoredKVScale
 from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
 from halfbyte.kvcache.scales import NO_SCALE, shape_of_model

@@ -13,8 +13,8 @@ from halfbyte.kvcache.recipe import DEFAULT, RECIPES
 from halfbyte.kvcache.specs import KVCacheSpec
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.architectures import LayerDTypes, layer_specs
+from halfbyte.models.choose_kv_scales import adopt_declaration, known_kv_scales, resolve_kv_scales
 from halfbyte.models.foreign_cache import release_cache_hooks
-from halfbyte.models.kv_scales import adopt_declaration, known_kv_scales, resolve_kv_scales
 
 logger = logging.getLogger("halfbyte")
 

@@ -146,8 +146,8 @@ class OperatorKernel(MoeKernel):
     """A kernel that is one operator of torch, which takes the tensors of `prepare` one by one."""
 
     product: ClassVar[Callable[..., torch.Tensor]]
-    """The operator: (x, ids, weights, the tensors of gate_up and of down, the activation's fields,
-    n, batch_invariant) -> `[M, n]`."""
+    """The operator, called by name: (x, topk_ids, topk_weights, the tensors of gate_up and of down,
+    the activation's fields, n, batch_invariant) -> `[M, n]`."""
     parts: ClassVar[tuple[str, ...]]
     """Names of these tensors without `gate_up_` and `down_`; None for those that a layer lacks."""
 
@@ -162,14 +162,14 @@ class OperatorKernel(MoeKernel):
         config, activation = self.config, self.config.activation
         names = [f"{name}_{part}" for name in ("gate_up", "down") for part in self.parts]
         return type(self).product(
-            hidden,
-            topk_ids,
-            topk_weights,
-            *(tensors.get(name) for name in names),
-            activation.alpha,
-            activation.limit,
-            activation.up_offset,
-            activation.interleaved,
-            config.hidden_size,
-            config.batch_invariant,
+            x=hidden,
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
+            **{name: tensors.get(name) for name in names},
+            alpha=activation.alpha,
+            limit=activation.limit,
+            up_offset=activation.up_offset,
+            interleaved=activation.interleaved,
+            n=config.hidden_size,
+            batch_invariant=config.batch_invariant,
         )

@@ -15,7 +15,7 @@ from torch import nn
 
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.linear.base import check_dtype
-from halfbyte.linear.layer_tensors import full_name
+from halfbyte.linear.dialect_tensors import full_name
 from halfbyte.linear.quantized_module import QuantizedModule
 from halfbyte.moe.base import MoeConfig, MoeKernel
 from halfbyte.moe.experts import GatedActivation, PackedExperts, WeightFormat

@@ -12,7 +12,7 @@ import torch
 from halfbyte.checkpoints.dialects.base import Dialect
 from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES
 from halfbyte.checkpoints.errors import CheckpointError
-from halfbyte.linear.layer_tensors import Role, dialect_of, file_names, full_name
+from halfbyte.linear.dialect_tensors import Role, dialect_of, file_names, full_name
 from halfbyte.moe.as_loaded import from_tensors, to_tensors
 from halfbyte.moe.experts import SWIGLU, ExpertMatrices, GatedActivation, PackedExperts
 from halfbyte.moe.experts_layer import ExpertsLayer

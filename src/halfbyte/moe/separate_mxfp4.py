@@ -17,7 +17,7 @@ import torch
 from halfbyte.checkpoints.dialects.base import Dialect
 from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES
 from halfbyte.checkpoints.errors import CheckpointError
-from halfbyte.linear.layer_tensors import Role, describe
+from halfbyte.linear.dialect_tensors import Role, describe
 from halfbyte.moe.experts import BLOCK_SIZES, ExpertMatrices
 from halfbyte.moe.separate_experts import PROJECTIONS, ExpertTensor, Place, SeparateExperts
 from halfbyte.numerics.e8m0 import E8M0_NAN

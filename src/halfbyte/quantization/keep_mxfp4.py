@@ -22,7 +22,6 @@ from torch import nn
 from halfbyte.checkpoints.dialects.base import KV_CACHE_ALGOS, OutputFormat
 from halfbyte.checkpoints.dialects.registry import read_config
 from halfbyte.checkpoints.index import CheckpointIndex
-from halfbyte.checkpoints.kv_scales import is_kv_scale
 from halfbyte.checkpoints.output_folder import (
     REPORT_FILE,
     ShardWriter,
@@ -30,6 +29,7 @@ from halfbyte.checkpoints.output_folder import (
     new_folder,
     write_json,
 )
+from halfbyte.checkpoints.stored_kv_scales import is_kv_scale
 from halfbyte.kvcache import KVScales
 from halfbyte.models.amax import AmaxRecorder
 from halfbyte.models.architectures import check_supported

@@ -18,7 +18,6 @@ import torch
 from halfbyte.checkpoints.dialects.base import KV_CACHE_ALGOS, OutputFormat
 from halfbyte.checkpoints.dialects.registry import DIALECTS, get_dialect
 from halfbyte.checkpoints.index import CheckpointIndex
-from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.checkpoints.output_folder import (
     DEFAULT_SHARD_BYTES,
     REPORT_FILE,
@@ -27,6 +26,7 @@ from halfbyte.checkpoints.output_folder import (
     new_folder,
     write_json,
 )
+from halfbyte.checkpoints.stored_kv_scales import read_kv_scales
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.config_fields import check_sizes
 from halfbyte.models.file_names import named_as_modules

@@ -18,8 +18,8 @@ import torch
 from halfbyte.checkpoints.dialects.base import OutputFormat
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
-from halfbyte.checkpoints.kv_scales import is_kv_scale
 from halfbyte.checkpoints.output_folder import ShardWriter
+from halfbyte.checkpoints.stored_kv_scales import is_kv_scale
 from halfbyte.kernels.cpu import library as cpu_library
 from halfbyte.kvcache.store import cpu as cpu_store
 from halfbyte.kvcache.store.base import StoreInputs

@@ -193,7 +193,7 @@ def test_kernel_compiles(
             "by_sequence": prefill,
             "has_sinks": True,
             "has_lse": True,
-            "apart": prefill,
+            "two_loops": prefill,
             "block_m": tiles.block_m,
             "block_n": tiles.block_n,
         },

@@ -237,19 +237,19 @@ def attention_kernel(
         slots = keys % k.block_size
 
         scores = dot_keys(
-            q_even,
-            q_odd,
-            pages,
-            page_stride,
-            page,
-            slots,
-            kv_head,
-            live,
-            k,
-            k_operand,
-            ptx,
-            pin,
-            casts,
+            even=q_even,
+            odd=q_odd,
+            pages=pages,
+            page_stride=page_stride,
+            page=page,
+            slots=slots,
+            kv_head=kv_head,
+            live=live,
+            k=k,
+            operand=k_operand,
+            ptx=ptx,
+            pin=pin,
+            casts=casts,
         )
         scores *= row_scale[:, None]
         if segment > 0:
@@ -274,21 +274,21 @@ def attention_kernel(
         total = total * rescale + tl.sum(weights, 1)
         weights = weights.to(v_operand)
         acc, acc_odd = add_values(
-            acc,
-            acc_odd,
-            rescale,
-            weights,
-            pages,
-            page_stride,
-            page,
-            slots,
-            kv_head,
-            live,
-            v,
-            v_operand,
-            ptx,
-            pin,
-            casts,
+            acc=acc,
+            acc_odd=acc_odd,
+            rescale=rescale,
+            weights=weights,
+            pages=pages,
+            page_stride=page_stride,
+            page=page,
+            slots=slots,
+            kv_head=kv_head,
+            live=live,
+            v=v,
+            operand=v_operand,
+            ptx=ptx,
+            pin=pin,
+            casts=casts,
         )
         top = new_top
 

@@ -73,13 +73,32 @@ def dot_keys(
     scores = tl.full((even.shape[0], slots.shape[0]), 0.0, tl.float32)
     if k.fp4:
         k_even, k_odd = load_fp4(
-            pages, page_stride, page, slots, kv_head, live, k, operand, ptx, pin
+            pages=pages,
+            page_stride=page_stride,
+            page=page,
+            slots=slots,
+            head=kv_head,
+            live=live,
+            side=k,
+            operand=operand,
+            ptx=ptx,
+            pin=pin,
         )
         scores = tl.dot(even, tl.trans(k_even), scores, input_precision=precision)
         scores = tl.dot(odd, tl.trans(k_odd), scores, input_precision=precision)
     else:
         keys = load_plain(
-            pages, page_stride, page, slots, kv_head, live, k, operand, ptx, pin, casts
+            pages=pages,
+            page_stride=page_stride,
+            page=page,
+            slots=slots,
+            head=kv_head,
+            live=live,
+            side=k,
+            operand=operand,
+            ptx=ptx,
+            pin=pin,
+            casts=casts,
         )
         scores = tl.dot(even, tl.trans(keys), scores, input_precision=precision)
     return scores
@@ -108,12 +127,33 @@ def add_values(
     acc *= rescale[:, None]
     if v.fp4:
         acc_odd *= rescale[:, None]
-        even, odd = load_fp4(pages, page_stride, page, slots, kv_head, live, v, operand, ptx, pin)
+        even, odd = load_fp4(
+            pages=pages,
+            page_stride=page_stride,
+            page=page,
+            slots=slots,
+            head=kv_head,
+            live=live,
+            side=v,
+            operand=operand,
+            ptx=ptx,
+            pin=pin,
+        )
         acc = tl.dot(weights, even, acc, input_precision=precision)
         acc_odd = tl.dot(weights, odd, acc_odd, input_precision=precision)
     else:
         values = load_plain(
-            pages, page_stride, page, slots, kv_head, live, v, operand, ptx, pin, casts
+            pages=pages,
+            page_stride=page_stride,
+            page=page,
+            slots=slots,
+            head=kv_head,
+            live=live,
+            side=v,
+            operand=operand,
+            ptx=ptx,
+            pin=pin,
+            casts=casts,
         )
         acc = tl.dot(weights, values, acc, input_precision=precision)
     return acc, acc_odd

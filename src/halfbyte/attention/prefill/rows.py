@@ -172,38 +172,38 @@ def rows_kernel(
     factors = (score_scale, cap)
     for start in tl.range(middle, middle_end, block_n):
         acc, total, top = _add_keys(
-            (acc, total, top),
-            queries,
-            sides,
-            start,
-            seen,
-            factors,
-            False,
-            windowed,
-            capped,
-            folded,
-            head_size,
-            head_size_v,
-            block_n,
+            sums=(acc, total, top),
+            query=queries,
+            sides=sides,
+            start=start,
+            seen=seen,
+            factors=factors,
+            masked=False,
+            windowed=windowed,
+            capped=capped,
+            folded=folded,
+            head_size=head_size,
+            head_size_v=head_size_v,
+            block_n=block_n,
         )
     for i in tl.range(0, edge + rest):
         start = begin + i * block_n
         if i >= edge:
             start += middle_end - middle
         acc, total, top = _add_keys(
-            (acc, total, top),
-            queries,
-            sides,
-            start,
-            seen,
-            factors,
-            True,
-            windowed,
-            capped,
-            folded,
-            head_size,
-            head_size_v,
-            block_n,
+            sums=(acc, total, top),
+            query=queries,
+            sides=sides,
+            start=start,
+            seen=seen,
+            factors=factors,
+            masked=True,
+            windowed=windowed,
+            capped=capped,
+            folded=folded,
+            head_size=head_size,
+            head_size_v=head_size_v,
+            block_n=block_n,
         )
 
     sink = load_sinks(sinks, heads, row_live, has_sinks)

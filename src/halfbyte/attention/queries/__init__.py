@@ -3,8 +3,9 @@
     scores    q . K = hadamard(q) . K' + q . mean(segment)
 
 K' is what the pages hold (`kvcache/transform.py`). `transform_queries` gives the rotated queries,
-`q . mean` of every segment, and the score of a first token that is a constant of the model; the
-kernels that read pages add the second to their scores and begin with the third.
+`q . mean` of every segment, and the score of a first token that is a constant of the model. The
+kernels that read pages add `q . mean` to their scores, and their softmax starts from the first
+token's score.
 """
 
 from halfbyte.attention.queries.positions import QueryPositions

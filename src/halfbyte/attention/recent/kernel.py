@@ -135,7 +135,7 @@ def recent_kernel(
     by_sequence: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
-    apart: tl.constexpr,
+    two_loops: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
@@ -156,8 +156,8 @@ def recent_kernel(
         lse: float32 `[tokens, heads]`, natural logs, written where `has_lse`.
         score_scale, cap: as of `attention_kernel`.
         reach: a row sees the keys less than `reach` positions before it.
-        apart: for prompts. Keys of the ring and of the step are processed in separate loops, so
-            that loads can be pipelined; a row's sums then depend on its tile. The softmax starts
+        two_loops: for prompts. One loop over the ring's keys, one over the step's, so that loads
+            can be pipelined; the order of a row's sums then depends on its tile. The softmax starts
             from the result for the pages, so that its load overlaps with others; else that is
             merged at the end.
     """
@@ -212,14 +212,14 @@ def recent_kernel(
         packed_lse += packed_row.to(tl.int64) * log_token
         in_packed = row_token * packed_token + head * packed_head
         in_logs = row_token * log_token + head * log_head
-        if apart:
+        if two_loops:
             acc, top = _load_packed(
                 packed, packed_lse, in_packed, in_logs, has_packed, head_size_v, padded_v
             )
             total = tl.where(top > float("-inf"), 1.0, 0.0)
     sums = (acc, total, top)
     factors = (score_scale, cap)
-    if apart:
+    if two_loops:
         for begin in tl.range(first, tl.minimum(end, first_new), block_n):
             at = begin + tl.arange(0, block_n)
             live = at < tl.minimum(end, first_new)
@@ -227,7 +227,17 @@ def recent_kernel(
             k = _load(keys, slot * head_size, live, head_size, padded)
             v = _load(values, slot * head_size_v, live, head_size_v, padded_v)
             distance = tl.where(live[None, :], position[:, None] - at[None, :], -1)
-            sums = _add_keys(sums, q, k, v, distance, reach, factors, capped, operand)
+            sums = _add_keys(
+                sums=sums,
+                q=q,
+                k=k,
+                v=v,
+                distance=distance,
+                reach=reach,
+                factors=factors,
+                capped=capped,
+                operand=operand,
+            )
         for begin in tl.range(tl.maximum(first, first_new), end, block_n):
             at = begin + tl.arange(0, block_n)
             live = at < end
@@ -235,7 +245,17 @@ def recent_kernel(
             k = _load(key, own * key_token, live, head_size, padded)
             v = _load(value, own * value_token, live, head_size_v, padded_v)
             distance = position[:, None] - at[None, :]
-            sums = _add_keys(sums, q, k, v, distance, reach, factors, capped, operand)
+            sums = _add_keys(
+                sums=sums,
+                q=q,
+                k=k,
+                v=v,
+                distance=distance,
+                reach=reach,
+                factors=factors,
+                capped=capped,
+                operand=operand,
+            )
     else:
         for begin in tl.range(first // block_n * block_n, end, block_n):
             at = begin + tl.arange(0, block_n)
@@ -257,12 +277,22 @@ def recent_kernel(
                 padded_v,
             )
             distance = tl.where(live[None, :], position[:, None] - at[None, :], -1)
-            sums = _add_keys(sums, q, k, v, distance, reach, factors, capped, operand)
+            sums = _add_keys(
+                sums=sums,
+                q=q,
+                k=k,
+                v=v,
+                distance=distance,
+                reach=reach,
+                factors=factors,
+                capped=capped,
+                operand=operand,
+            )
     acc, total, top = sums
     out += begin64 * out_token
     in_out = row_token * out_token + head * out_head
     in_lse = begin64 * (kv_heads * group) + (row_token * (kv_heads * group) + head)
-    if joins and not apart:
+    if joins and not two_loops:
         x, log = _load_packed(
             packed, packed_lse, in_packed, in_logs, has_packed, head_size_v, padded_v
         )

@@ -179,7 +179,7 @@ def _join(inputs: AttentionInputs, recent: RecentInputs, packed: _Packed | None)
             capped=bool(inputs.softcap),
             has_sinks=inputs.sinks is not None,
             has_lse=inputs.lse is not None,
-            apart=prefill,
+            two_loops=prefill,
             block_m=tiles.block_m,
             block_n=tiles.block_n,
             **launch_options(tiles, triton_target(query.device).compute_capability),

@@ -35,7 +35,8 @@ def eight_columns(column, tokens: tl.constexpr):
 
 @triton.jit
 def _column_of(x, c: tl.constexpr):
-    """Column `c` of `[tokens, 8]`. The XOR of its bits with zeros compiles to a selection."""
+    """Column `c` of `[tokens, 8]`: the XOR of all columns, of which the others are set to zero.
+    Triton compiles this to selects."""
     is_it = (tl.arange(0, 8) == c)[None, :]
     return float_of(tl.xor_sum(tl.where(is_it, bits_of(x), 0), axis=1))
 

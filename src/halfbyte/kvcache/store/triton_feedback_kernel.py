@@ -118,24 +118,24 @@ def store_feedback_kernel(
             return
     if tl.program_id(1) == 1:
         store_side(
-            value,
-            value_stride_token,
-            value_stride_head,
-            value_stride,
-            v_scale,
-            v_offsets[0],
-            v_offsets[1],
-            pages,
-            page_stride,
-            slots,
-            slot_stride,
-            num_slots,
-            capacity,
-            v_side,
-            v_dense,
-            v_scale_on_device,
-            rows,
-            v_weights if weighted_v else None,
+            x=value,
+            stride_token=value_stride_token,
+            stride_head=value_stride_head,
+            stride=value_stride,
+            scale=v_scale,
+            data_offset=v_offsets[0],
+            scale_offset=v_offsets[1],
+            pages=pages,
+            page_stride=page_stride,
+            slots=slots,
+            slot_stride=slot_stride,
+            num_slots=num_slots,
+            capacity=capacity,
+            side=v_side,
+            dense=v_dense,
+            scale_on_device=v_scale_on_device,
+            rows=rows,
+            weights=v_weights if weighted_v else None,
         )
         return
     size: tl.constexpr = k_side.head_size
@@ -153,16 +153,16 @@ def store_feedback_kernel(
         head = tl.zeros_like(token) + one_head.to(tl.uint32)
         inside = (token < num_slots) & (part < size // 16)
         low, high = load_rows(
-            key,
-            key_stride_token,
-            key_stride_head,
-            key_stride,
-            token,
-            head,
-            part,
-            inside,
-            k_side,
-            k_dense,
+            x=key,
+            stride_token=key_stride_token,
+            stride_head=key_stride_head,
+            stride=key_stride,
+            token=token,
+            head=head,
+            part=part,
+            inside=inside,
+            side=k_side,
+            dense=k_dense,
         )
         low, high = to_float32(low), to_float32(high)
         if centred:
@@ -170,7 +170,17 @@ def store_feedback_kernel(
             # Padding may have any position; it is not stored.
             turn = tl.minimum(tl.maximum(position // segment, 0), num_segments - 1)
             low, high = subtract_mean(
-                low, high, cos, sin, mean, partner_mean, turn, head, part, inside, k_side
+                low=low,
+                high=high,
+                cos=cos,
+                sin=sin,
+                mean=mean,
+                partner_mean=partner_mean,
+                segment=turn,
+                head=head,
+                part=part,
+                inside=inside,
+                side=k_side,
             )
         if block > 0:
             low, high = rotate_rows(low, high, block, norm)
@@ -191,23 +201,23 @@ def store_feedback_kernel(
         at_start = keep & (position == 0)
         if tl.max(at_start.to(tl.int32), 0) > 0:
             found = find_first(
-                key,
-                key_stride_token,
-                key_stride_head,
-                key_stride,
-                value,
-                value_stride_token,
-                value_stride_head,
-                value_stride,
-                first_keys,
-                first_values,
-                num_first,
-                token,
-                head,
-                at_start,
-                tolerance,
-                k_side,
-                v_side,
+                key=key,
+                key_stride_token=key_stride_token,
+                key_stride_head=key_stride_head,
+                key_stride=key_stride,
+                value=value,
+                value_stride_token=value_stride_token,
+                value_stride_head=value_stride_head,
+                value_stride=value_stride,
+                first_keys=first_keys,
+                first_values=first_values,
+                num_first=num_first,
+                token=token,
+                head=head,
+                at_start=at_start,
+                tolerance=tolerance,
+                k_side=k_side,
+                v_side=v_side,
             )
     g = tl.load(k_scale) if k_scale_on_device else tl.cast(k_scale, tl.float32)
     feedback += one_head.to(tl.int64) * (size * size)

@@ -214,7 +214,16 @@ def store_side(
     token, head, part = place_of_row(rows, side)
     inside = token < num_slots
     low, high = load_rows(
-        x, stride_token, stride_head, stride, token, head, part, inside, side, dense
+        x=x,
+        stride_token=stride_token,
+        stride_head=stride_head,
+        stride=stride,
+        token=token,
+        head=head,
+        part=part,
+        inside=inside,
+        side=side,
+        dense=dense,
     )
     # Loaded after the values, so that their loads do not wait for it.
     page, offset, keep = slot_of_token(slots, slot_stride, token, inside, capacity, side)

@@ -1,15 +1,24 @@
 """Batch-invariant matrix products on a CPU: C++ that sums over k in order."""
 
-import struct
+import ctypes
 
 import torch
 
 from halfbyte.kernels.cpu.library import FLOATS, library
 
-_CALL = struct.Struct("3P7q2i")
-"""`DenseCall` of the source."""
 _COLUMNS = 64
 """Rows of the result are padded to a multiple of it."""
+
+
+class _Call(ctypes.Structure):
+    """`DenseCall` of the source, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "n", "k")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "n_stride", "k_stride", "out_stride")),
+        *((name, ctypes.c_int32) for name in ("format", "threads")),
+    )
 
 
 def product_cpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -35,21 +44,21 @@ def product_cpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     n_stride, k_stride = weight.stride()
     rows = x.float().contiguous()
     out = rows.new_empty(m, -(-n // _COLUMNS) * _COLUMNS)
-    call = _CALL.pack(
-        rows.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        m,
-        n,
-        k,
-        rows.stride(0),
-        n_stride,
-        k_stride,
-        out.stride(0),
-        FLOATS[weight.dtype],
-        torch.get_num_threads(),
+    call = _Call(
+        x=rows.data_ptr(),
+        weight=weight.data_ptr(),
+        out=out.data_ptr(),
+        rows=m,
+        n=n,
+        k=k,
+        x_stride=rows.stride(0),
+        n_stride=n_stride,
+        k_stride=k_stride,
+        out_stride=out.stride(0),
+        format=FLOATS[weight.dtype],
+        threads=torch.get_num_threads(),
     )
-    loaded.halfbyte_dense(call)
+    loaded.halfbyte_dense(bytes(call))
     return out[:, :n]
 
 

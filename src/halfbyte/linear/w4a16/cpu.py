@@ -7,7 +7,6 @@ The order of summation is fixed, so a token's bits do not depend on the batch.
 """
 
 import ctypes
-import struct
 import threading
 from typing import ClassVar, NamedTuple
 
@@ -33,8 +32,17 @@ _MIN_DENSE_TOKENS = 48
 _DENSE_VALUES = 1 << 21  # dequantized at a time: most of them stay in the cache
 _PADDING = 32  # columns of padding between their rows
 _KEEP = threading.local()
-_CALL = struct.Struct("6P5q4i")
-"""`LinearCall` of the source."""
+
+
+class _Call(ctypes.Structure):
+    """`LinearCall` of `linear.h`, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "row_scales")),
+        *((name, ctypes.c_void_p) for name in ("bias", "out")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "out_stride", "rows", "n", "k")),
+        *((name, ctypes.c_int32) for name in ("format", "bias_format", "threads", "unused")),
+    )
 
 
 class CpuPackedWeight(NamedTuple):
@@ -123,7 +131,7 @@ def linear_cpu(
     x = x if x.stride(1) == 1 else x.contiguous()
     bias = None if bias is None else bias.contiguous()
     out = x.new_empty(m, n)
-    _loaded().halfbyte_linear(_call(x, weight, bias, out, k))
+    _loaded().halfbyte_linear(bytes(_call(x, weight, bias, out, k)))
     return out
 
 
@@ -143,7 +151,7 @@ def dequantize_cpu(
     _check_weight(weight, k)
     if out is None:
         out = torch.empty(k, weight.row_scales.shape[0], dtype=dtype, device="cpu")
-    _loaded().halfbyte_linear_dequantize(_call(None, weight, None, out, k))
+    _loaded().halfbyte_linear_dequantize(bytes(_call(None, weight, None, out, k)))
     return out
 
 
@@ -189,23 +197,22 @@ def _call(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     k: int,
-) -> bytes:
-    return _CALL.pack(
-        0 if x is None else x.data_ptr(),
-        weight.codes.data_ptr(),
-        weight.scales.data_ptr(),
-        weight.row_scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        0 if x is None else x.stride(0),
-        out.stride(0),
-        out.shape[0],
-        weight.row_scales.shape[0],
-        k,
-        FLOATS[out.dtype],
-        0 if bias is None else FLOATS[bias.dtype],
-        torch.get_num_threads(),
-        0,
+) -> _Call:
+    return _Call(
+        x=None if x is None else x.data_ptr(),
+        codes=weight.codes.data_ptr(),
+        scales=weight.scales.data_ptr(),
+        row_scales=weight.row_scales.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        x_stride=0 if x is None else x.stride(0),
+        out_stride=out.stride(0),
+        rows=out.shape[0],
+        n=weight.row_scales.shape[0],
+        k=k,
+        format=FLOATS[out.dtype],
+        bias_format=0 if bias is None else FLOATS[bias.dtype],
+        threads=torch.get_num_threads(),
     )
 
 

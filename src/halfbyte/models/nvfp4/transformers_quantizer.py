@@ -21,7 +21,7 @@ from halfbyte.checkpoints.dialects.base import PROVIDER, Declaration
 from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES, read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
-from halfbyte.checkpoints.kv_scales import is_kv_scale
+from halfbyte.checkpoints.stored_kv_scales import is_kv_scale
 from halfbyte.models.checkpoint_folder import Checkpoint, CheckpointKVScales
 from halfbyte.models.config_fields import check_top_k
 from halfbyte.models.file_names import named_as_modules
@@ -162,7 +162,7 @@ class NvFp4Quantizer(HfQuantizer):
     def _unexpected_names(self) -> Iterator[str]:
         """Patterns of tensors in the files that are not in the model at this point."""
         assert self._index is not None
-        # `checkpoints.kv_scales.read_stored_scales` reads them.
+        # `checkpoints.stored_kv_scales.read_stored_scales` reads them.
         yield from (f"^{re.escape(name)}$" for name in self._index.tensors if is_kv_scale(name))
         for name in {re.sub(r"\d+", "0", name) for name in self._plan.file_names()}:
             yield f"^{re.escape(name).replace('0', '[0-9]+')}$"

@@ -13,7 +13,7 @@ from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
 from halfbyte.moe.as_loaded import MatrixTensors
 from halfbyte.moe.cuda.pairs import DTYPES, Pairs, pairs_of
-from halfbyte.moe.cuda.plan import ProductPlan, Work, make_plan, max_entries, usual_plans
+from halfbyte.moe.cuda.plan import StreamingPlan, Work, make_plan, max_entries, usual_plans
 from halfbyte.moe.cuda.sums import compile_sum, sum_results
 from halfbyte.moe.experts import GatedActivation, WeightFormat
 
@@ -155,7 +155,7 @@ def compile_experts(
 
 
 @lru_cache(maxsize=4096)
-def _plan(work: Work, m: int, top_k: int, device: int) -> ProductPlan:
+def _plan(work: Work, m: int, top_k: int, device: int) -> StreamingPlan:
     return make_plan(work, m, top_k, gpu_of(device))
 
 

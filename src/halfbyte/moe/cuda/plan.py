@@ -60,7 +60,7 @@ _UNIT_PARTS, _SHARED_UNIT_PARTS = 0.1, 0.8
 warps split it."""
 _WAITING_WARPS = 4
 """Memory latency of a round, in units of the time in which a warp issues the round's instructions.
-Fitted to the same measurements: on average the plan with the lowest `ProductPlan.cost` takes 3 %
+Fitted to the same measurements: on average the plan with the lowest `StreamingPlan.cost` takes 3 %
 longer than the fastest option."""
 
 
@@ -91,7 +91,7 @@ class Work(NamedTuple):
         return self.items(1) * PART_K * 2 + 64
 
 
-class ProductPlan(NamedTuple):
+class StreamingPlan(NamedTuple):
     """Macros and sizes of a launch, named as in `experts.cu`."""
 
     columns: int
@@ -180,7 +180,7 @@ def is_small(num_pairs: int, num_experts: int) -> bool:
     return num_pairs <= min(MAX_PAIRS, MAX_MEAN * num_experts)
 
 
-def make_plan(work: Work, m: int, top_k: int, gpu: Gpu) -> ProductPlan:
+def make_plan(work: Work, m: int, top_k: int, gpu: Gpu) -> StreamingPlan:
     """The plan for M tokens.
 
     Raises:
@@ -190,7 +190,7 @@ def make_plan(work: Work, m: int, top_k: int, gpu: Gpu) -> ProductPlan:
 
 
 @lru_cache(maxsize=256)
-def usual_plans(work: Work, gpu: Gpu) -> set[ProductPlan]:
+def usual_plans(work: Work, gpu: Gpu) -> set[StreamingPlan]:
     """Plans of all calls that `is_small`."""
     return {
         _plan_of(work, columns, num_pairs, gpu)
@@ -199,7 +199,7 @@ def usual_plans(work: Work, gpu: Gpu) -> set[ProductPlan]:
     }
 
 
-def _plan_of(work: Work, columns: int, num_pairs: int, gpu: Gpu) -> ProductPlan:
+def _plan_of(work: Work, columns: int, num_pairs: int, gpu: Gpu) -> StreamingPlan:
     """The plan with the least estimated time; no entry has more than `columns` pairs."""
     mean = num_pairs / work.num_experts
     max_mean = next((x for x in _COLUMNS if mean <= x), MAX_MEAN)
@@ -208,12 +208,12 @@ def _plan_of(work: Work, columns: int, num_pairs: int, gpu: Gpu) -> ProductPlan:
 
 
 @lru_cache(maxsize=4096)
-def _possible_plans(work: Work, columns: int, max_mean: int, gpu: Gpu) -> list[ProductPlan]:
+def _possible_plans(work: Work, columns: int, max_mean: int, gpu: Gpu) -> list[StreamingPlan]:
     """Candidates: one for each number of warps that split k and each list of options."""
     # Not the call's number of pairs, so that there are few variants to compile.
     num_pairs = min(MAX_PAIRS, max_mean * work.num_experts)
     while columns:
-        plans: list[ProductPlan] = []
+        plans: list[StreamingPlan] = []
         is_large = columns >= _MANY_COLUMNS and work.k > _LARGE_K
         for split in range(1, _MAX_SPLIT + 1):
             for options in _OPTIONS_OF_MANY if is_large else _OPTIONS:
@@ -234,12 +234,12 @@ def _fitting(
     option: _Option,
     num_pairs: int,
     gpu: Gpu,
-) -> ProductPlan | None:
+) -> StreamingPlan | None:
     """The plan of an option; None if it does not fit into shared memory, or if the warps that split
     k would have different numbers of items, so that some would wait."""
     groups = option.warps // split
     ctas = option.warps * option.ctas // (split * groups)
-    plan = ProductPlan(columns, split, groups, option.stages, ctas, option.parts)
+    plan = StreamingPlan(columns, split, groups, option.stages, ctas, option.parts)
     taken = plan.shared_bytes(work, num_pairs) + RESERVED_BYTES
     fits = taken * ctas <= gpu.block_bytes + RESERVED_BYTES
     return plan if fits and work.items(option.parts) % split == 0 else None

@@ -1,5 +1,6 @@
-"""Rejects unsupported configurations by name, together with vLLM's configuration checks; what only
-layers and scales show, when the first layer is created, before weights are read."""
+"""Rejects unsupported configurations by name, together with vLLM's configuration checks.
+
+Checks that need layers or scales run when the first layer is created, before weights are loaded."""
 
 import json
 import os
@@ -127,7 +128,7 @@ def _check_settings(vllm_config: Any, options: Options) -> None:
         )
     # A draft's configuration, derived from the run's, may have another backend or model.
     speculative: Any = getattr(vllm_config, "speculative_config", None)
-    if (options.k_dtype or options.v_dtype) and _lacks_carrier(vllm_config):
+    if (options.k_dtype or options.v_dtype) and _needs_nvfp4_cache_dtype(vllm_config):
         raise _refused(
             f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",
             f"use --kv-cache-dtype {CARRIER}",
@@ -148,7 +149,7 @@ def _check_settings(vllm_config: Any, options: Options) -> None:
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
 
 
-def _lacks_carrier(vllm_config: Any) -> bool:
+def _needs_nvfp4_cache_dtype(vllm_config: Any) -> bool:
     """Whether `k_dtype` and `v_dtype` are for this configuration's layers, but its cache dtype is
     not the one that they need.
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from halfbyte.linear.layer_tensors import StoredGlobalScale
+from halfbyte.linear.dialect_tensors import StoredGlobalScale
 from halfbyte.moe import GPT_OSS, ExpertMatrices, GatedActivation, PackedExperts
 from halfbyte.moe.experts import BLOCK_SIZES, WeightFormat
 from halfbyte.plugins.vllm.linear_kernel import sane_scales

@@ -112,9 +112,9 @@ def _known_scales(
 def check_local_scales(vllm_config: Any, options: Options) -> None:
     """Raise ValueError if a run's target in a folder needs scales, and there are none for it.
 
-    Only where no layer can differ, for models that `halfbyte calibrate` takes, and with the
-    folder's own `config.json`, since vLLM changes its configuration for parts of a model. Workers
-    check again: this neither chooses nor keeps scales.
+    Skipped if layers may have different cache dtypes, and for models that `halfbyte calibrate` does
+    not support. Reads the folder's `config.json`, because vLLM edits its copy for submodels.
+    Workers check again: this neither chooses nor keeps scales.
 
     Args:
         vllm_config: vLLM's.

@@ -182,7 +182,7 @@ def scales_of_draft(vllm_config: Any, options: Options, layer: int = 0) -> KVSca
 def _scales_inside(target: Any, load_config: Any) -> KVScales | None:
     if has_no_weights(load_config):
         return None
-    from halfbyte.models.kv_scales import find_draft_kv_scales
+    from halfbyte.models.choose_kv_scales import find_draft_kv_scales
 
     return find_draft_kv_scales(folder_of(target, load_config), target.hf_config)
 

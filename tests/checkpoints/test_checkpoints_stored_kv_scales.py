@@ -13,7 +13,7 @@ from halfbyte.checkpoints import CheckpointError, read_kv_scales
 from halfbyte.checkpoints.dialects.base import OutputFormat
 from halfbyte.checkpoints.dialects.compressed_tensors import CompressedTensors
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE
-from halfbyte.checkpoints.kv_scales import is_kv_scale
+from halfbyte.checkpoints.stored_kv_scales import is_kv_scale
 
 
 def write(folder: Path, scales: dict[str, float]) -> Path:

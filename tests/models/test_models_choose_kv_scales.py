@@ -16,7 +16,7 @@ from halfbyte.files import make_private
 from halfbyte.kvcache import KVCacheDType, KVRecipe, KVScales
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.models import Cache, calibrate, find_kv_scales, load_model, resolve_kv_scales
-from halfbyte.models.kv_scales import cached_calibration
+from halfbyte.models.choose_kv_scales import cached_calibration
 from kvcache.transforms import make_calibration, without_costs
 from models.zoo import make_model, token_ids
 
