@@ -37,6 +37,16 @@ def test_tables_of_the_docs_show_the_committed_runs() -> None:
         assert table_in(tables.NUMBERS / page, name) == make()
 
 
+def test_every_run_says_what_wrote_it() -> None:
+    """A program of the same name, or a line of the folder's page."""
+    folder = REPOSITORY / "benchmarks" / "results"
+    programs = {file.stem for file in folder.parent.glob("*.py")}
+    listed = set(re.findall(r"`(\w+)`", (folder / "README.md").read_text()))
+    runs = {file.stem for file in folder.glob("*.json")}
+    assert runs <= programs | listed
+    assert not programs & listed
+
+
 def test_numbers_have_no_table_written_by_hand() -> None:
     pages = list((REPOSITORY / "docs" / "numbers").glob("*.md"))
     assert len(pages) >= 5

@@ -154,6 +154,10 @@ CONFIG = "--additional-config"
             "error: --k-dtype: needs --kv-cache-dtype nvfp4, got fp8",
         ),
         (
+            [BUNDLED, "--v-dtype", "fp8", "--kv-cache-dtype", "auto"],
+            "error: --v-dtype: needs --kv-cache-dtype nvfp4, got auto",
+        ),
+        (
             [BUNDLED, "--kv-cache-dtype", "int8"],
             "error: --kv-cache-dtype: expected one of auto, bfloat16, float16, fp8, fp8_e4m3, "
             "fp8_e5m2, nvfp4, nvfp4_4over6, got 'int8'",

@@ -165,7 +165,10 @@ def _merged(folder: Path, by_kind: tuple[_Sides, _Sides]) -> dict[int, LayerScal
     for layer in sorted({*decode, *encode}):
         sides = {**encode.get(layer, {}), **decode.get(layer, {})}
         if len(sides) != 2:
-            raise CheckpointError(f"{folder}: layer {layer} has a {'/'.join(sides)}_scale only")
+            raise CheckpointError(
+                f"{folder}: layer {layer} has a {'/'.join(sides)}_scale only; give a file of "
+                "`halfbyte calibrate --out FILE` as kv_scales"
+            )
         layers[layer] = (sides["k"], sides["v"])
     return layers
 

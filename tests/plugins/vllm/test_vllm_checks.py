@@ -44,6 +44,19 @@ def full_graphs(**fields: Any) -> Any:
     )
 
 
+def graphs(mode: str) -> Any:
+    """A configuration with this `cudagraph_mode`."""
+    found = SimpleNamespace(
+        name=mode, has_piecewise_cudagraphs=lambda: False, has_full_cudagraphs=lambda: False
+    )
+    return SimpleNamespace(cudagraph_mode=found)
+
+
+def drafts(tokens: int) -> Any:
+    """Drafts from the prompt, without a model."""
+    return SimpleNamespace(num_speculative_tokens=tokens)
+
+
 def connector(name: str | None, module: str | None = None, **extra: Any) -> Any:
     return SimpleNamespace(
         kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=extra
@@ -147,6 +160,29 @@ def connector(name: str | None, module: str | None = None, **extra: Any) -> Any:
         (
             {"kv_transfer_config": connector("OffloadingConnector", canonical_layout=True)},
             "canonical_layout.*leave it out",
+        ),
+        (
+            {"speculative_config": drafts(9), "compilation_config": graphs("FULL")},
+            "cudagraph_mode FULL with 9 draft tokens.*up to 7 draft tokens, or .* PIECEWISE",
+        ),
+        ({"speculative_config": drafts(7), "compilation_config": graphs("FULL")}, None),
+        (
+            {
+                "speculative_config": drafts(9),
+                "compilation_config": graphs("FULL_AND_PIECEWISE"),
+            },
+            None,
+        ),
+        (
+            {"additional_config": {"halfbyte": {"draft_kv_scales": __file__}}},
+            "draft_kv_scales: .*: the run has no draft model; leave it out",
+        ),
+        (
+            {
+                "speculative_config": drafts(3),
+                "additional_config": {"halfbyte": {"draft_kv_scales": __file__}},
+            },
+            "draft_kv_scales: .*: the run has no draft model",
         ),
     ],
     ids=lambda x: str(x)[:40],

@@ -54,6 +54,8 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    from halfbyte.plugins.vllm import registry
+
     try:
         from halfbyte.plugins.vllm import (
             checks,
@@ -63,7 +65,6 @@ def register() -> None:
             linear,
             moe,
             recent,
-            registry,
             warmup,
         )
 
@@ -81,5 +82,6 @@ def register() -> None:
         warmup.install()
     except Exception as error:
         # An unsupported vLLM must start as if halfbyte were not installed.
+        registry.disable()
         reason = " ".join(str(error).split())[:300]
         logger.warning("halfbyte is disabled in this vLLM: %s: %s", type(error).__name__, reason)

@@ -15,9 +15,12 @@ from halfbyte.plugins.vllm.log import follow_vllm
 from halfbyte.plugins.vllm.options import ALL_CACHE_DTYPES, SECTION, Options
 from halfbyte.plugins.vllm.recipes import captures_stores, check_local_scales, resolve_options
 from halfbyte.plugins.vllm.registry import (
+    MAX_CAPTURED_QUERIES,
     has_own_layers,
     has_page_specs,
+    is_disabled,
     is_halfbyte,
+    queries_per_step,
     uses_halfbyte,
 )
 
@@ -63,6 +66,8 @@ def _check_options(vllm_config: Any) -> None:
 
     Here the error is vLLM's last line; in a worker it would precede pages of traceback.
     """
+    if is_disabled():
+        return
     options = Options.parse(vllm_config.additional_config)
     if uses_halfbyte(vllm_config):
         follow_vllm()
@@ -145,6 +150,9 @@ def _check_settings(vllm_config: Any, options: Options) -> None:
                 f"{model_config.model}: MLA, which stores no separate K and V,",
                 "use vLLM's own backend: leave out --attention-backend",
             )
+    _check_graphs(vllm_config)
+    _check_skipped_layers(skipped, model_config if speculative is None else None)
+    _check_draft_scales(options, speculative)
     _check_files(options)
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
 
@@ -168,6 +176,52 @@ def _needs_nvfp4_cache_dtype(vllm_config: Any) -> bool:
     if own_draft and vllm_config.model_config is draft:
         return cache_dtype not in ("auto", "bfloat16", "float16")
     return has_own_layers(vllm_config.attention_config)
+
+
+def _check_graphs(vllm_config: Any) -> None:
+    """Raise ValueError for full CUDA graphs of more query tokens than the decode kernels take.
+
+    With graphs of both kinds, vLLM's default, such steps run in piecewise graphs.
+    """
+    compilation: Any = getattr(vllm_config, "compilation_config", None)
+    mode = getattr(getattr(compilation, "cudagraph_mode", None), "name", None)
+    queries = queries_per_step(vllm_config)
+    if mode in ("FULL", "FULL_DECODE_ONLY") and queries > MAX_CAPTURED_QUERIES:
+        raise _refused(
+            f"cudagraph_mode {mode} with {queries - 1} draft tokens, since full CUDA graphs take "
+            f"up to {MAX_CAPTURED_QUERIES} query tokens per sequence,",
+            f"use up to {MAX_CAPTURED_QUERIES - 1} draft tokens, or cudagraph_mode PIECEWISE",
+        )
+
+
+def _check_skipped_layers(skipped: Any, model_config: Any) -> None:
+    """Raise ValueError for names that no layer has, which vLLM ignores.
+
+    Args:
+        skipped: `kv_cache_dtype_skip_layers`.
+        model_config: None if a draft's layers are numbered, too.
+    """
+    text_config = getattr(model_config, "hf_text_config", None)
+    layers = getattr(text_config, "num_hidden_layers", None)
+    for name in skipped or ():
+        is_index = str(name).isdecimal() and (layers is None or int(name) < layers)
+        if not is_index and name != "sliding_window":
+            last = "" if layers is None else f" up to {layers - 1}"
+            raise _refused(
+                f"kv_cache_dtype_skip_layers = {name}, which names no layer,",
+                f"use the number of a layer{last}, or sliding_window",
+            )
+
+
+def _check_draft_scales(options: Options, speculative: Any) -> None:
+    if options.draft_kv_scales is None:
+        return
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or draft is getattr(speculative, "target_model_config", None):
+        raise ValueError(
+            f"halfbyte: draft_kv_scales: {options.draft_kv_scales}: the run has no draft model; "
+            "leave it out, or give --speculative-config"
+        )
 
 
 def _check_files(options: Options) -> None:

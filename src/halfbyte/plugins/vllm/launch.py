@@ -107,6 +107,12 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
     if cache_dtype is None and is_ours:
         filled += [CACHE_DTYPE, OUR_CACHE_DTYPE]
         cache_dtype = OUR_CACHE_DTYPE
+    sides = [name for name in ("k_dtype", "v_dtype") if getattr(options, name)]
+    drafts = parsed.value("--speculative-config", "-sc")
+    if sides and is_ours and cache_dtype != OUR_CACHE_DTYPE and drafts is None:
+        with named_as_typed(typed):
+            need = f"needs {CACHE_DTYPE} {OUR_CACHE_DTYPE}, got {cache_dtype}"
+            raise OptionError(sides[:1], need)
     if not is_ours:
         for name in options.of_attention():
             with named_as_typed(typed):

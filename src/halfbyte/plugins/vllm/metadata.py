@@ -16,13 +16,14 @@ from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.log import log_cache
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.recent import ring_slots, ring_tokens
-from halfbyte.plugins.vllm.registry import has_page_specs
+from halfbyte.plugins.vllm.registry import (
+    MAX_CAPTURED_QUERIES,
+    has_page_specs,
+    queries_per_step,
+)
 from halfbyte.plugins.vllm.ring_runners import running_rings
 from halfbyte.plugins.vllm.ring_step import RingBuffers, RingStep
 from halfbyte.plugins.vllm.scales import LayerPlace, place_of, scales_of_draft, scales_of_model
-
-MAX_CAPTURED_QUERIES = 8
-"""Max query tokens per sequence of a step in a full CUDA graph."""
 
 
 @dataclass
@@ -93,9 +94,7 @@ class HalfbyteMetadataBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Uniform batches, with as many queries per sequence as the decode kernel supports."""
-        draft = vllm_config.speculative_config
-        queries = 1 + ((draft.num_speculative_tokens or 0) if draft is not None else 0)
-        if queries > MAX_CAPTURED_QUERIES:
+        if queries_per_step(vllm_config) > MAX_CAPTURED_QUERIES:
             return AttentionCGSupport.NEVER
         return cls._cudagraph_support
 

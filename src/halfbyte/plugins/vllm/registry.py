@@ -7,6 +7,8 @@ from halfbyte.plugins.vllm.options import Options
 
 BACKEND_PATH = "halfbyte.plugins.vllm.backend.HalfbyteAttentionBackend"
 
+MAX_CAPTURED_QUERIES = 8
+"""Max query tokens per sequence of a step in a full CUDA graph."""
 _HOOKS = (
     ("vllm.v1.attention.backend", "AttentionBackend"),
     ("vllm.v1.attention.backend", "AttentionImpl"),
@@ -16,6 +18,22 @@ _HOOKS = (
     ("vllm.config", "get_layers_from_vllm_config"),
 )
 """vLLM names that the plug-in requires."""
+
+
+class _Plugin:
+    """State of the plug-in in this process."""
+
+    is_disabled = False
+
+
+def disable() -> None:
+    """Let vLLM run as if halfbyte were not installed: whatever is installed already stays idle."""
+    _Plugin.is_disabled = True
+
+
+def is_disabled() -> bool:
+    """Whether vLLM runs without halfbyte, because it lacks something that the plug-in needs."""
+    return _Plugin.is_disabled
 
 
 def missing_hooks() -> list[str]:
@@ -51,6 +69,8 @@ def register_attention() -> None:
 
 def is_halfbyte(backend: Any) -> bool:
     """Whether the user's attention backend is halfbyte's."""
+    if _Plugin.is_disabled:
+        return False
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     custom = AttentionBackendEnum.CUSTOM
@@ -96,6 +116,8 @@ def wants_kernels(vllm_config: Any, option: Literal["linear", "moe"]) -> bool:
         vllm_config: vLLM's.
         option: of linear layers, or of experts.
     """
+    if _Plugin.is_disabled:
+        return False
     from vllm.platforms import current_platform
 
     choice = getattr(Options.parse(vllm_config.additional_config), option)
@@ -110,6 +132,12 @@ def wants_kernels(vllm_config: Any, option: Literal["linear", "moe"]) -> bool:
         return False
     # SM100 and SM120: vLLM has kernels for native FP4 arithmetic. Experts were timed on SM90 only.
     return (90 if option == "moe" else 80) <= capability.to_int() <= 90
+
+
+def queries_per_step(vllm_config: Any) -> int:
+    """Query tokens per sequence of a decode step: one, and the draft's."""
+    draft = getattr(vllm_config, "speculative_config", None)
+    return 1 + ((getattr(draft, "num_speculative_tokens", None) or 0) if draft is not None else 0)
 
 
 def has_page_specs() -> bool:

@@ -141,10 +141,16 @@ FEATURES = (
         "test_vllm_moe.py::test_two_ranks_give_the_same_tokens",
     ),
     Feature(
-        "KV connectors that move whole blocks (0.24: the offloading ones)",
-        (UNTRIED, UNTRIED, TESTED, UNTRIED),
+        "KV connectors that keep whole blocks in files (`ExampleConnector`)",
+        (REFUSED, REFUSED, TESTED, UNTRIED),
         "test_vllm_equality.py::test_a_connector_brings_back_whole_blocks",
     ),
+    Feature(
+        "whole blocks offloaded to the host by vLLM (`OffloadingConnector`)",
+        ("", SEEN, "", UNTRIED),
+        "test_vllm_gpu_exchange.py::test_blocks_come_back_from_the_host",
+    ),
+    Feature("other connectors that move whole blocks, LMCache's among them", (UNTRIED,) * 4),
     Feature(
         "other KV connectors",
         (REFUSED,) * 4,

@@ -167,14 +167,16 @@ def test_a_connector_brings_back_whole_blocks(tmp_path: Path, tokens: list[list[
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     prompts = [TEXTS[1] * 4 + text for text in TEXTS]
-    results = []
+    options: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": False}
+    results, hits = [], []
     for _ in range(2):
-        with vllm_engine(
-            kv_transfer_config=transfer, block_size=16, enable_prefix_caching=False
-        ) as llm:
+        with vllm_engine(kv_transfer_config=transfer, disable_log_stats=False, **options) as llm:
             assert_ours(llm, "nvfp4")
             results.append(generate(llm, prompts))
+            hits.append(metrics(llm)["vllm:external_prefix_cache_hits"])
         assert list(tmp_path.glob("halfbyte-*/**/*.safetensors"))
     assert results[0] == results[1]
+    assert hits[0] == 0
+    assert hits[1] > 400
     with vllm_engine(enable_prefix_caching=False) as llm:
         assert generate(llm, prompts) == results[0]

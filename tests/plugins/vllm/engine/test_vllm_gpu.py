@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from checkpoints.mxfp4_folders import make_gpt_oss
 from halfbyte.plugins.vllm import attention
@@ -88,31 +89,55 @@ def test_graphs_in_bfloat16(kv_cache_dtype: str, recipe: str, mean: float) -> No
     assert_alike(compiled, eager, mean)
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma3_text"])
-def test_sinks_and_windows_in_graphs(architecture: str, tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128}
-    model = make_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
+@pytest.fixture(params=["gpt_oss", "gemma3_text"])
+def sinks_or_windows(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with the configuration of a model with heads of 64, half of its layers sliding."""
+    sizes: dict[str, Any] = {"head_dim": 64}
+    if request.param == "gpt_oss":
+        sizes |= {"hidden_size": 128, "intermediate_size": 128}
+    model = make_model(request.param, **sizes)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):  # vLLM 0.24 wants one
         shutil.copy(Path(BUNDLED) / name, tmp_path)
-    prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60, 81)]
+    return tmp_path
+
+
+PROMPTS = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60, 81)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sinks_and_windows_in_graphs(sinks_or_windows: Path, dtype: str) -> None:
+    """Triton's kernel in float32, CUDA C++ in bfloat16."""
+    config = AutoConfig.from_pretrained(sinks_or_windows)
+    graphs = graphs_alone(5, 3, 1) if dtype == "bfloat16" else {}
     results = []
-    for eager in (True, False):
-        with gpu_engine(
-            tmp_path,
-            load_format="dummy",
-            max_model_len=200,
-            **{**GPU, "enforce_eager": eager},
-        ) as llm:
+    for more in ({"enforce_eager": True}, graphs):
+        options: dict[str, Any] = {**GPU, "dtype": dtype, "load_format": "dummy", **more}
+        with gpu_engine(sinks_or_windows, max_model_len=200, **options) as llm:
             impls = assert_ours(llm, "nvfp4")
-            assert {impl.sliding_window for impl in impls} == {None, model.config.sliding_window}
-            assert all((impl.sinks is not None) == (architecture == "gpt_oss") for impl in impls)
+            assert {impl.sliding_window for impl in impls} == {None, config.sliding_window}
+            is_gpt_oss = config.model_type == "gpt_oss"
+            assert all((impl.sinks is not None) == is_gpt_oss for impl in impls)
             randomize(llm)
             # Random weights repeat their likeliest token.
-            results.append([generate(llm, prompts[:n], 24, temperature=1.0) for n in (5, 1, 3)])
+            results.append([generate(llm, PROMPTS[:n], 24, temperature=1.0) for n in (5, 1, 3)])
     assert results[0] == results[1]
     assert varied(results[0][0])
+
+
+def test_drafts_with_sinks_and_windows(sinks_or_windows: Path) -> None:
+    """1 + 3 query tokens per sequence. Greedy tokens of random weights soon repeat, so that drafts
+    from the prompt are accepted."""
+    skip_without_drafts()
+    options: dict[str, Any] = {**GPU, "load_format": "dummy", "max_model_len": 200}
+    with gpu_engine(sinks_or_windows, **options) as llm:
+        randomize(llm)
+        expected = generate(llm, PROMPTS, 48)
+    options |= {"speculative_config": NGRAM, "prepare": randomize, "max_tokens": 48}
+    found, counted = run_apart(PROMPTS, model=str(sinks_or_windows), **options)
+    assert found == expected
+    assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
 
 
 @pytest.mark.parametrize("name", ["qwen3-modelopt", "gpt-oss"])
@@ -178,15 +203,19 @@ def randomize(llm: Any) -> None:
 @pytest.mark.parametrize("recipe", ["plain", "balanced"])
 def test_drafts_from_the_prompt_in_graphs(recipe: str) -> None:
     """1 + 3 query tokens per sequence."""
-    is_v2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    if is_v2 and find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is None:
-        pytest.skip("this vLLM's model runner V2 takes no drafts from the prompt")
+    skip_without_drafts()
     with gpu_engine(**GPU, kv_recipe=recipe) as llm:
         assert_rings(assert_ours(llm), recipe)
         expected = generate(llm, TEXTS)
     found, counted = run_apart(TEXTS, **GPU, kv_recipe=recipe, speculative_config=NGRAM)
     assert found == expected
     assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
+
+
+def skip_without_drafts() -> None:
+    is_v2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    if is_v2 and find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is None:
+        pytest.skip("this vLLM's model runner V2 takes no drafts from the prompt")
 
 
 def test_rings_are_filled_before_a_whole_graph() -> None:

@@ -252,8 +252,21 @@ def test_scales_that_are_given_are_used(tmp_path: Path) -> None:
             },
             "k_dtype or v_dtype with" if has_page_specs() else "k_dtype and v_dtype with this vLLM",
         ),
+        (
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+            "decode_context_parallel_size = 2 is not supported; use tensor or pipeline parallel",
+        ),
     ],
-    ids=["option", "option-idle", "option-no-effect", "block", "connector", "dtype", "side-dtype"],
+    ids=[
+        "option",
+        "option-idle",
+        "option-no-effect",
+        "block",
+        "connector",
+        "dtype",
+        "side-dtype",
+        "context-parallel",
+    ],
 )
 def test_wrong_use_is_one_clear_error_at_start(options: dict[str, Any], message: str) -> None:
     """By vLLM's configuration, not by a worker, whose error would precede pages of traceback."""
@@ -278,6 +291,12 @@ def test_wrong_use_is_one_clear_error_at_start(options: dict[str, Any], message:
 )
 def test_what_needs_pages_of_our_own_is_refused(options: dict[str, Any], message: str) -> None:
     refused(message, **options)
+
+
+@needs_page_specs
+@pytest.mark.parametrize("name", ["99", "nonsense"])
+def test_skipped_layers_that_are_none_are_refused(name: str) -> None:
+    refused(f"kv_cache_dtype_skip_layers = {name}, which names", kv_cache_dtype_skip_layers=[name])
 
 
 @needs_page_specs

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import halfbyte
 from halfbyte.layouts import KVCacheDType
 from models.zoo import make_model, token_ids
 from plugins.vllm.engine.engines import (
@@ -17,6 +18,7 @@ from plugins.vllm.engine.engines import (
     halfbyte_tokens,
     layers_of,
     needs_page_specs,
+    varied,
     vllm_engine,
 )
 
@@ -41,11 +43,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A folder with a random model whose greedy tokens vary."""
     folder = tmp_path_factory.mktemp(request.param)
-    model = make_model(request.param, **OVERRIDES.get(request.param, {}))
+    save_varied(make_model(request.param, **OVERRIDES.get(request.param, {})), folder)
+    return folder
+
+
+def save_varied(model: Any, folder: Path) -> None:
+    """Save a random model."""
     if model.config.tie_word_embeddings:  # small ones, or every token would follow itself
         model.get_input_embeddings().weight.data.mul_(0.03)
     model.save_pretrained(folder)
-    return folder
 
 
 def engine(folder: Path, **options: Any) -> Any:
@@ -114,6 +120,42 @@ def test_k_and_v_of_different_formats(k: str, v: str) -> None:
         num_layers = len(layers_of(llm))
         assert capacity(llm) // 16 == CACHE_BYTES // (page_bytes * num_layers)
     assert_same_tokens(found, expected, TEXTS, BUNDLED, **formats)
+
+
+@needs_page_specs
+def test_layers_skipped_by_index_stay_unquantized() -> None:
+    with vllm_engine(kv_cache_dtype_skip_layers=["0", "2"]) as llm:
+        found = [layer.impl.format.k for layer in layers_of(llm).values()]
+        assert found == ["float32", "nvfp4", "float32", *["nvfp4"] * (len(found) - 3)]
+        assert varied(generate(llm, TEXTS, 16))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "fp8_e4m3"])
+def test_every_name_of_a_dtype(dtype: str) -> None:
+    """vLLM's CPU backend stores 16 bits only in the model's own dtype."""
+    own = "bfloat16" if dtype == "fp8_e4m3" else dtype
+    with vllm_engine(dtype=own, kv_cache_dtype=dtype) as llm:
+        assert_ours(llm, dtype)
+        found = generate(llm, TEXTS[:3], 8)
+    expected = halfbyte.LLM(BUNDLED, dtype=own, kv_cache_dtype=dtype)
+    params = halfbyte.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    outputs = expected.generate(list(TEXTS[:3]), params)
+    # 16 bits round differently, but the first tokens are not that close.
+    assert [tokens[0] for tokens in found] == [output.token_ids[0] for output in outputs]
+
+
+@pytest.mark.parametrize(("head_size", "kv_heads"), [(48, 2), (112, 1), (64, 4)])
+def test_head_sizes_and_groups(head_size: int, kv_heads: int, tmp_path: Path) -> None:
+    """GQA, MQA and a KV head for each query head; sizes that are no powers of two."""
+    sizes: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    save_varied(make_model("gemma3_text", head_dim=head_size, **sizes), tmp_path)
+    calibrate(tmp_path)
+    expected = halfbyte_tokens(tmp_path, PROMPTS, 24)
+    with engine(tmp_path) as llm:
+        impls = assert_ours(llm, "nvfp4")
+        assert {(impl.head_size, impl.num_kv_heads) for impl in impls} == {(head_size, kv_heads)}
+        found = generate(llm, PROMPTS, 24)
+    assert_same_tokens(found, expected, PROMPTS, tmp_path)
 
 
 def capacity(llm: Any) -> int:
