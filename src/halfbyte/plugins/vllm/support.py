@@ -147,8 +147,7 @@ FEATURES = (
     ),
     Feature(
         "whole blocks offloaded to the host by vLLM (`OffloadingConnector`)",
-        ("", SEEN, "", UNTRIED),
-        "test_vllm_gpu_exchange.py::test_blocks_come_back_from_the_host",
+        ("", UNTRIED, "", UNTRIED),
     ),
     Feature("other connectors that move whole blocks, LMCache's among them", (UNTRIED,) * 4),
     Feature(

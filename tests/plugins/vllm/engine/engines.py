@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +25,13 @@ needs_page_specs = pytest.mark.skipif(
     not has_page_specs(), reason="this vLLM does not let a backend say what a page is"
 )
 BUNDLED = str(bundled_model_path())
+NGRAM: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+}
+"""Drafts from the prompt."""
 CACHE_BYTES = 2**27
 """Of an engine's cache, which is filled with zeros at start: vLLM takes much more by default."""
 
@@ -178,7 +185,6 @@ def run_apart(
     in_process: bool = True,
     max_tokens: int = 64,
     experts: bool = False,
-    prepare: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Tokens and counters of an engine in a separate process.
@@ -190,10 +196,9 @@ def run_apart(
         in_process: whether the engine runs in that process, so that its layers can be inspected.
         max_tokens: of each output.
         experts: whether the model has 4-bit experts, which halfbyte's kernels must run.
-        prepare: called with the engine, in that process.
         options: of `vllm_engine`.
     """
-    arguments = list(prompts), in_process, max_tokens, experts, prepare, options
+    arguments = list(prompts), in_process, max_tokens, experts, options
     context: Any = get_context("spawn")
     if in_process and not torch.cuda.is_available():
         # Forks of a process that has imported vLLM, which takes ten seconds.
@@ -209,7 +214,6 @@ def _run_apart(
     in_process: bool,
     max_tokens: int,
     experts: bool,
-    prepare: Callable[[Any], None] | None,
     options: dict[str, Any],
 ) -> tuple[list[list[int]], dict[str, float]]:
     os.environ.update(environment)
@@ -224,8 +228,6 @@ def _run_apart(
         else:
             kinds = llm.collective_rpc(_kinds_of_layers)
             assert {kind for rank in kinds for kind in rank} == expected
-        if prepare is not None:
-            prepare(llm)
         return generate(llm, prompts, max_tokens), metrics(llm)
 
 

@@ -10,6 +10,7 @@ from halfbyte.kvcache import KVScales, read_tokens, reshape_and_cache
 from halfbyte.plugins.vllm.formats import block_size_of, pages_of
 from plugins.vllm.engine.engines import (
     BUNDLED,
+    NGRAM,
     TEXTS,
     assert_ours,
     assert_same_tokens,
@@ -109,13 +110,7 @@ def test_preemption_changes_no_token(tokens: list[list[int]]) -> None:
 
 @needs_page_specs  # 0.24 cannot on CPUs: its own sampling kernel refuses an argument
 def test_drafts_from_the_prompt_change_no_token(tokens: list[list[int]]) -> None:
-    ngram = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 4,
-        "prompt_lookup_min": 1,
-    }
-    found, counted = run_apart(TEXTS, speculative_config=ngram)
+    found, counted = run_apart(TEXTS, speculative_config=NGRAM)
     assert found == tokens
     assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
 

@@ -17,6 +17,7 @@ from halfbyte.plugins.vllm import attention
 from models.zoo import make_model, token_ids
 from plugins.vllm.engine.engines import (
     BUNDLED,
+    NGRAM,
     TEXTS,
     allow_float32,
     assert_our_experts,
@@ -38,13 +39,6 @@ from plugins.vllm.engine.gpu_engines import (
 from plugins.vllm.engine.moe_checkpoints import make_nvfp4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache_of_a_worker", "model_runner")]
-
-NGRAM: dict[str, Any] = {
-    "method": "ngram",
-    "num_speculative_tokens": 3,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 1,
-}
 
 
 @pytest.mark.parametrize(
@@ -126,20 +120,6 @@ def test_sinks_and_windows_in_graphs(sinks_or_windows: Path, dtype: str) -> None
     assert varied(results[0][0])
 
 
-def test_drafts_with_sinks_and_windows(sinks_or_windows: Path) -> None:
-    """1 + 3 query tokens per sequence. Greedy tokens of random weights soon repeat, so that drafts
-    from the prompt are accepted."""
-    skip_without_drafts()
-    options: dict[str, Any] = {**GPU, "load_format": "dummy", "max_model_len": 200}
-    with gpu_engine(sinks_or_windows, **options) as llm:
-        randomize(llm)
-        expected = generate(llm, PROMPTS, 48)
-    options |= {"speculative_config": NGRAM, "prepare": randomize, "max_tokens": 48}
-    found, counted = run_apart(PROMPTS, model=str(sinks_or_windows), **options)
-    assert found == expected
-    assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
-
-
 @pytest.mark.parametrize("name", ["qwen3-modelopt", "gpt-oss"])
 def test_experts_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are routed to other experts than at capture."""
@@ -203,19 +183,15 @@ def randomize(llm: Any) -> None:
 @pytest.mark.parametrize("recipe", ["plain", "balanced"])
 def test_drafts_from_the_prompt_in_graphs(recipe: str) -> None:
     """1 + 3 query tokens per sequence."""
-    skip_without_drafts()
+    is_v2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    if is_v2 and find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is None:
+        pytest.skip("this vLLM's model runner V2 takes no drafts from the prompt")
     with gpu_engine(**GPU, kv_recipe=recipe) as llm:
         assert_rings(assert_ours(llm), recipe)
         expected = generate(llm, TEXTS)
     found, counted = run_apart(TEXTS, **GPU, kv_recipe=recipe, speculative_config=NGRAM)
     assert found == expected
     assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
-
-
-def skip_without_drafts() -> None:
-    is_v2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    if is_v2 and find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is None:
-        pytest.skip("this vLLM's model runner V2 takes no drafts from the prompt")
 
 
 def test_rings_are_filled_before_a_whole_graph() -> None:

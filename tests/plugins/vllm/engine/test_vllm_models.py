@@ -11,6 +11,7 @@ from models.zoo import make_model, token_ids
 from plugins.vllm.engine.engines import (
     BUNDLED,
     CACHE_BYTES,
+    NGRAM,
     TEXTS,
     assert_ours,
     assert_same_tokens,
@@ -18,6 +19,7 @@ from plugins.vllm.engine.engines import (
     halfbyte_tokens,
     layers_of,
     needs_page_specs,
+    run_apart,
     varied,
     vllm_engine,
 )
@@ -89,6 +91,21 @@ def test_nvfp4_equals_halfbyte_s_engine(model: Path) -> None:
     assert_same_tokens(found, expected, PROMPTS, model)
     with engine(model, max_num_batched_tokens=64, max_num_seqs=5) as llm:
         assert generate(llm, PROMPTS, 24) == found
+
+
+# 0.24's own sampler for drafts takes other arguments on CPUs.
+@needs_page_specs
+def test_drafts_from_the_prompt_change_no_token(model: Path) -> None:
+    """Windows, sinks and soft-caps with 1 + 3 query tokens per sequence."""
+    calibrate(model)
+    prompts = [prompt * 2 for prompt in PROMPTS]
+    with engine(model) as llm:
+        expected = generate(llm, prompts, 24)
+    options: dict[str, Any] = {"max_model_len": 200, "block_size": 16, "skip_tokenizer_init": True}
+    options |= {"speculative_config": NGRAM, "max_tokens": 24}
+    found, counted = run_apart(prompts, model=str(model), **options)
+    assert found == expected
+    assert counted["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
 @needs_page_specs

@@ -15,6 +15,7 @@ from halfbyte.plugins.vllm.warmup import warm_up_attention
 from models.zoo import make_model
 from plugins.vllm.engine.engines import (
     BUNDLED,
+    NGRAM,
     TEXTS,
     assert_ours,
     assert_same_tokens,
@@ -90,15 +91,9 @@ def test_warming_up_changes_no_token() -> None:
 @needs_page_specs  # 0.24 cannot on CPUs: its own sampling kernel refuses an argument
 def test_drafts_change_no_token() -> None:
     """Rejected draft tokens were written to the rings, too."""
-    ngram: dict[str, Any] = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 4,
-        "prompt_lookup_min": 1,
-    }
     with vllm_engine(**BALANCED) as llm:
         expected = generate(llm, TEXTS)
-    found, counted = run_apart(TEXTS, **BALANCED, speculative_config=ngram)
+    found, counted = run_apart(TEXTS, **BALANCED, speculative_config=NGRAM)
     assert found == expected
     drafts = counted["vllm:spec_decode_num_draft_tokens"]
     assert 10 < counted["vllm:spec_decode_num_accepted_tokens"] < drafts
