@@ -65,7 +65,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def wait_until_up(self, timeout_s: float = 400) -> float:
-        """Seconds until /health answers.
+        """Seconds until /health answers, with halfbyte's attention, as its log says.
 
         Raises:
             RuntimeError: it ended, or did not answer in time; with the end of its log.
@@ -74,6 +74,7 @@ class Server:
         while time.monotonic() - start < timeout_s:
             with suppress(OSError, http.client.HTTPException):
                 if self.get("/health")[0] == 200:
+                    assert b"halfbyte: K and V " in self.log.read_bytes()
                     return time.monotonic() - start
             if self.process.poll() is not None:
                 break

@@ -142,6 +142,7 @@ def test_a_draft_model_has_scales_of_its_own(tokens: list[list[int]], tmp_path: 
 
 def test_prefixes_from_the_cache_change_no_token(tokens: list[list[int]]) -> None:
     with vllm_engine(enable_prefix_caching=True, block_size=16, disable_log_stats=False) as llm:
+        assert_ours(llm, "nvfp4")
         prompts = [TEXTS[1] * 4 + text for text in TEXTS]
         first, again = generate(llm, prompts), generate(llm, prompts)
         assert generate(llm, TEXTS) == tokens

@@ -95,6 +95,7 @@ def test_parts_keep_their_own_global_scales(tmp_path: Path, dialect: str) -> Non
     save_file(tensors, file, metadata={"format": "pt"})
     expected = halfbyte_tokens(folder, TEXTS)
     with vllm_engine(folder) as llm:
+        assert_ours(llm, "nvfp4")
         found = generate(llm, TEXTS)
     assert_same_tokens(found, expected, TEXTS, folder)
 
