@@ -154,8 +154,8 @@ CONFIG = "--additional-config"
             "error: --k-dtype: needs --kv-cache-dtype nvfp4, got fp8",
         ),
         (
-            [BUNDLED, "--v-dtype", "fp8", "--kv-cache-dtype", "auto"],
-            "error: --v-dtype: needs --kv-cache-dtype nvfp4, got auto",
+            [BUNDLED, "--v-dtype", "fp8", "--kv-cache-dtype", "bfloat16"],
+            "error: --v-dtype: needs --kv-cache-dtype nvfp4, got bfloat16",
         ),
         (
             [BUNDLED, "--kv-cache-dtype", "int8"],

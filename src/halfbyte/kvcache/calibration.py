@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import safetensors.torch
 import torch
@@ -95,10 +95,15 @@ def _above_diagonal(x: torch.Tensor) -> torch.Tensor:
     return torch.triu_indices(size, size, offset=1, device=x.device)
 
 
-@lru_cache(maxsize=16)
+_ON_DEVICES: WeakKeyDictionary[RopeAverages, dict[torch.device, RopeAverages]] = WeakKeyDictionary()
+
+
 def _rope_on(rope: RopeAverages, device: torch.device) -> RopeAverages:
     """A rotary embedding's tables on a device, the same for all layers."""
-    return RopeAverages(*(x.to(device) for x in vars(rope).values()))
+    found = _ON_DEVICES.setdefault(rope, {})
+    if device not in found:
+        found[device] = RopeAverages(*(x.to(device) for x in vars(rope).values()))
+    return found[device]
 
 
 @dataclass(frozen=True, eq=False)

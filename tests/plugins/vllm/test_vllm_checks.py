@@ -52,9 +52,14 @@ def graphs(mode: str) -> Any:
     return SimpleNamespace(cudagraph_mode=found)
 
 
-def drafts(tokens: int) -> Any:
-    """Drafts from the prompt, without a model."""
-    return SimpleNamespace(num_speculative_tokens=tokens)
+def drafts(tokens: int, own_model: bool = False) -> Any:
+    """Drafts of a model, or from the prompt, with the target's configuration in its place."""
+    target = SimpleNamespace()
+    return SimpleNamespace(
+        num_speculative_tokens=tokens,
+        target_model_config=target,
+        draft_model_config=SimpleNamespace() if own_model else target,
+    )
 
 
 def connector(name: str | None, module: str | None = None, **extra: Any) -> Any:
@@ -170,6 +175,13 @@ def connector(name: str | None, module: str | None = None, **extra: Any) -> Any:
             {
                 "speculative_config": drafts(9),
                 "compilation_config": graphs("FULL_AND_PIECEWISE"),
+            },
+            None,
+        ),
+        (
+            {
+                "speculative_config": drafts(9),
+                "compilation_config": graphs("FULL_DECODE_ONLY"),
             },
             None,
         ),

@@ -4,6 +4,7 @@ Checks that need layers or scales run when the first layer is created, before we
 
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -181,12 +182,12 @@ def _needs_nvfp4_cache_dtype(vllm_config: Any) -> bool:
 def _check_graphs(vllm_config: Any) -> None:
     """Raise ValueError for full CUDA graphs of more query tokens than the decode kernels take.
 
-    With graphs of both kinds, vLLM's default, such steps run in piecewise graphs.
+    With other modes vLLM runs such steps in piecewise graphs, or without, and says so.
     """
     compilation: Any = getattr(vllm_config, "compilation_config", None)
     mode = getattr(getattr(compilation, "cudagraph_mode", None), "name", None)
     queries = queries_per_step(vllm_config)
-    if mode in ("FULL", "FULL_DECODE_ONLY") and queries > MAX_CAPTURED_QUERIES:
+    if mode == "FULL" and queries > MAX_CAPTURED_QUERIES:
         raise _refused(
             f"cudagraph_mode {mode} with {queries - 1} draft tokens, since full CUDA graphs take "
             f"up to {MAX_CAPTURED_QUERIES} query tokens per sequence,",
@@ -203,13 +204,15 @@ def _check_skipped_layers(skipped: Any, model_config: Any) -> None:
     """
     text_config = getattr(model_config, "hf_text_config", None)
     layers = getattr(text_config, "num_hidden_layers", None)
+    has_windows = text_config is None or getattr(text_config, "sliding_window", None)
     for name in skipped or ():
-        is_index = str(name).isdecimal() and (layers is None or int(name) < layers)
-        if not is_index and name != "sliding_window":
+        # As vLLM writes indices: "01" would match none.
+        is_index = re.fullmatch(r"0|[1-9][0-9]*", name) and (layers is None or int(name) < layers)
+        if not is_index and not (name == "sliding_window" and has_windows):
             last = "" if layers is None else f" up to {layers - 1}"
             raise _refused(
                 f"kv_cache_dtype_skip_layers = {name}, which names no layer,",
-                f"use the number of a layer{last}, or sliding_window",
+                f"use the number of a layer{last}, or sliding_window where layers have one",
             )
 
 

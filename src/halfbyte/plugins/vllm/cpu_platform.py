@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from halfbyte.plugins.vllm.registry import BACKEND_PATH, is_halfbyte
+from halfbyte.plugins.vllm.registry import BACKEND_PATH, is_custom, is_disabled, is_halfbyte
 
 
 def install() -> None:
@@ -17,6 +17,8 @@ def install() -> None:
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
+        if is_disabled() and is_custom(selected_backend):  # vLLM would use its own without a word
+            raise ValueError("halfbyte is disabled in this vLLM: leave out --attention-backend")
         if not is_halfbyte(selected_backend):
             return choose(cls, selected_backend, attn_selector_config, num_heads)
         from halfbyte.plugins.vllm.backend import HalfbyteAttentionBackend

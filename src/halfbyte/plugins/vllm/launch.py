@@ -108,8 +108,8 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
         filled += [CACHE_DTYPE, OUR_CACHE_DTYPE]
         cache_dtype = OUR_CACHE_DTYPE
     sides = [name for name in ("k_dtype", "v_dtype") if getattr(options, name)]
-    drafts = parsed.value("--speculative-config", "-sc")
-    if sides and is_ours and cache_dtype != OUR_CACHE_DTYPE and drafts is None:
+    # vLLM takes `auto` from the checkpoint.
+    if sides and is_ours and cache_dtype not in (OUR_CACHE_DTYPE, "auto"):
         with named_as_typed(typed):
             need = f"needs {CACHE_DTYPE} {OUR_CACHE_DTYPE}, got {cache_dtype}"
             raise OptionError(sides[:1], need)

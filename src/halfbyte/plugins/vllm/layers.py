@@ -50,9 +50,11 @@ def wants_layers(vllm_config: Any) -> bool:
     """
     from vllm.platforms import current_platform
 
+    if not uses_halfbyte(vllm_config):
+        return False
     choice = Options.parse(vllm_config.additional_config).elementwise
     capability = current_platform.get_device_capability()
-    if choice == "off" or capability is None or not uses_halfbyte(vllm_config):
+    if choice == "off" or capability is None:
         return False
     if not can_overlap(capability.to_int()) or _batch_invariant():
         return False

@@ -1,5 +1,6 @@
 """Registration in vLLM's registry of attention backends; whether a run uses halfbyte's parts."""
 
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Literal
 
@@ -29,6 +30,11 @@ class _Plugin:
 def disable() -> None:
     """Let vLLM run as if halfbyte were not installed: whatever is installed already stays idle."""
     _Plugin.is_disabled = True
+    with suppress(Exception):  # of a registry that is not there, or not as expected
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        if AttentionBackendEnum.CUSTOM.get_path() == BACKEND_PATH:
+            AttentionBackendEnum.CUSTOM.clear_override()
 
 
 def is_disabled() -> bool:
@@ -73,10 +79,16 @@ def is_halfbyte(backend: Any) -> bool:
         return False
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    custom = AttentionBackendEnum.CUSTOM
+    return is_custom(backend) and bool(AttentionBackendEnum.CUSTOM.get_path() == BACKEND_PATH)
+
+
+def is_custom(backend: Any) -> bool:
+    """Whether the user's attention backend is vLLM's `CUSTOM`, whoever registered it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     if isinstance(backend, str):
         backend = AttentionBackendEnum.__members__.get(backend.upper())
-    return backend is custom and bool(custom.get_path() == BACKEND_PATH)
+    return backend is AttentionBackendEnum.CUSTOM
 
 
 def uses_halfbyte(vllm_config: Any) -> bool:

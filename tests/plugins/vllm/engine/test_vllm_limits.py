@@ -293,8 +293,37 @@ def test_what_needs_pages_of_our_own_is_refused(options: dict[str, Any], message
     refused(message, **options)
 
 
+def test_a_plug_in_that_fails_half_way_stays_away() -> None:
+    """Its backend is not registered, and its options are nobody's; asking for it is an error."""
+    code = """
+from halfbyte.plugins import vllm as plugin
+from halfbyte.plugins.vllm import warmup
+warmup.install = lambda: 1 / 0
+plugin.register()
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+VllmConfig(additional_config={"halfbyte": {"typo": 1}})
+for ask in (
+    AttentionBackendEnum.CUSTOM.get_path,
+    lambda: current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, None),
+):
+    try:
+        ask()
+    except ValueError as error:
+        print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "ZeroDivisionError: division by zero" in result.stderr
+    found = result.stdout.splitlines()
+    assert ["CUSTOM must be registered" in found[0], "halfbyte is disabled" in found[1]] == [
+        True
+    ] * 2
+
+
 @needs_page_specs
-@pytest.mark.parametrize("name", ["99", "nonsense"])
+@pytest.mark.parametrize("name", ["99", "nonsense", "01", "sliding_window"])
 def test_skipped_layers_that_are_none_are_refused(name: str) -> None:
     refused(f"kv_cache_dtype_skip_layers = {name}, which names", kv_cache_dtype_skip_layers=[name])
 
