@@ -28,7 +28,7 @@ PICTURE = REPOSITORY / "docs" / "vllm_step.svg"
 ONLINE_PICTURE = REPOSITORY / "docs" / "vllm_online.svg"
 PAGE = REPOSITORY / "docs" / "numbers" / "vllm.md"
 RECIPES_PAGE = REPOSITORY / "docs" / "recipes.md"
-COLORS = ("#8a96a3", "#5c8fd6", "#3b6fb6", "#f4a261", "#e8590c", "#b23c00", "#7a2a00")
+COLORS = ("#8a96a3", "#5c8fd6", "#3b6fb6", "#f4a261", "#e8590c", "#b23c00")
 
 
 def cases_of(report: dict[str, Any]) -> list[str]:

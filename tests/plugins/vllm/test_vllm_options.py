@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
-from halfbyte.plugins.vllm import checks, registry, support
+from halfbyte.plugins.vllm import support
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.recipes import resolve_options
 from halfbyte.plugins.vllm.scales import LayerPlace, heads_of_rank, place_of, scales_of_draft
@@ -226,17 +226,6 @@ def test_the_plug_in_stays_out_of_an_unknown_vllm(tmp_path: Path) -> None:
     result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr.strip().splitlines()[1:] == []
-
-
-def test_a_plug_in_that_fails_half_way_stays_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was installed before the failure changes nothing."""
-    monkeypatch.setattr(registry._Plugin, "is_disabled", False)
-    run = SimpleNamespace(additional_config={"halfbyte": {"linear": "on", "typo": 1}})
-    registry.disable()
-    assert registry.is_disabled()
-    assert not registry.is_halfbyte("CUSTOM")
-    assert not registry.wants_kernels(run, "linear")
-    checks._check_options(run)  # not even its errors
 
 
 def test_halfbyte_does_not_import_vllm() -> None:

@@ -16,15 +16,15 @@ from halfbyte.plugins.vllm.log import follow_vllm
 from halfbyte.plugins.vllm.options import ALL_CACHE_DTYPES, SECTION, Options
 from halfbyte.plugins.vllm.recipes import captures_stores, check_local_scales, resolve_options
 from halfbyte.plugins.vllm.registry import (
-    MAX_CAPTURED_QUERIES,
     has_own_layers,
     has_page_specs,
     is_disabled,
     is_halfbyte,
-    queries_per_step,
     uses_halfbyte,
 )
 
+MAX_CAPTURED_QUERIES = 8
+"""Max query tokens per sequence of a step in a full CUDA graph."""
 WHOLE_BLOCK_CONNECTORS = (
     "DecodeBenchConnector",
     "ExampleConnector",
@@ -177,6 +177,12 @@ def _needs_nvfp4_cache_dtype(vllm_config: Any) -> bool:
     if own_draft and vllm_config.model_config is draft:
         return cache_dtype not in ("auto", "bfloat16", "float16")
     return has_own_layers(vllm_config.attention_config)
+
+
+def queries_per_step(vllm_config: Any) -> int:
+    """Query tokens per sequence of a decode step: one, and the draft's."""
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
+    return 1 + (getattr(speculative, "num_speculative_tokens", None) or 0)
 
 
 def _check_graphs(vllm_config: Any) -> None:

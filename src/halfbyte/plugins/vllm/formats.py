@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.layouts import KVCacheDType, PageLayout
-from halfbyte.plugins.vllm.options import ALL_CACHE_DTYPES, OptionError, Options
+from halfbyte.plugins.vllm.options import ALL_CACHE_DTYPES, Options, sides_refused
 
 CARRIER = "nvfp4"
 """vLLM's cache dtype for which `k_dtype` and `v_dtype` apply: vLLM treats its pages as bytes."""
@@ -38,9 +38,7 @@ class LayerFormat:
         if cache_dtype != CARRIER:
             # Skipped layers (kv_cache_dtype_skip_layers) stay unquantized.
             if both.is_quantized and (options.k_dtype or options.v_dtype):
-                names = [x for x in ("k_dtype", "v_dtype") if getattr(options, x)]
-                need = "needs" if len(names) == 1 else "need"
-                raise OptionError(names, f"{need} --kv-cache-dtype {CARRIER}, got {cache_dtype}")
+                raise sides_refused(options, CARRIER, cache_dtype)
             return cls(both, both)
         given = (
             both

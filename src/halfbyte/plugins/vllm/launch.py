@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from halfbyte.plugins.vllm.arguments import ServeArguments, check_names
 from halfbyte.plugins.vllm.distribution import has_distribution
-from halfbyte.plugins.vllm.options import SECTION, OptionError, Options
+from halfbyte.plugins.vllm.options import SECTION, OptionError, Options, sides_refused
 
 BACKEND, CACHE_DTYPE, ADDITIONAL = "--attention-backend", "--kv-cache-dtype", "--additional-config"
 OUR_BACKEND, OUR_CACHE_DTYPE = "CUSTOM", "nvfp4"
@@ -107,12 +107,11 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
     if cache_dtype is None and is_ours:
         filled += [CACHE_DTYPE, OUR_CACHE_DTYPE]
         cache_dtype = OUR_CACHE_DTYPE
-    sides = [name for name in ("k_dtype", "v_dtype") if getattr(options, name)]
     # vLLM takes `auto` from the checkpoint.
-    if sides and is_ours and cache_dtype not in (OUR_CACHE_DTYPE, "auto"):
+    is_other = cache_dtype not in (None, "auto", OUR_CACHE_DTYPE)
+    if is_ours and is_other and (options.k_dtype or options.v_dtype):
         with named_as_typed(typed):
-            need = f"needs {CACHE_DTYPE} {OUR_CACHE_DTYPE}, got {cache_dtype}"
-            raise OptionError(sides[:1], need)
+            raise sides_refused(options, OUR_CACHE_DTYPE, str(cache_dtype))
     if not is_ours:
         for name in options.of_attention():
             with named_as_typed(typed):

@@ -12,15 +12,11 @@ from halfbyte.attention import AttentionPlans
 from halfbyte.attention.queries import QueryPositions
 from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.recent_step import RecentStep
-from halfbyte.plugins.vllm.checks import check_config
+from halfbyte.plugins.vllm.checks import MAX_CAPTURED_QUERIES, check_config, queries_per_step
 from halfbyte.plugins.vllm.log import log_cache
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.recent import ring_slots, ring_tokens
-from halfbyte.plugins.vllm.registry import (
-    MAX_CAPTURED_QUERIES,
-    has_page_specs,
-    queries_per_step,
-)
+from halfbyte.plugins.vllm.registry import has_page_specs
 from halfbyte.plugins.vllm.ring_runners import running_rings
 from halfbyte.plugins.vllm.ring_step import RingBuffers, RingStep
 from halfbyte.plugins.vllm.scales import LayerPlace, place_of, scales_of_draft, scales_of_model

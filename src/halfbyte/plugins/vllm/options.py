@@ -146,6 +146,13 @@ def _not_among(name: str, choices: Iterable[str], got: object) -> OptionError:
     return OptionError([name], f"expected one of {', '.join(choices)}, got {got!r}")
 
 
+def sides_refused(options: Options, needed: str, cache_dtype: str) -> OptionError:
+    """The error for `k_dtype` or `v_dtype` with another cache dtype than they need."""
+    names = [name for name in ("k_dtype", "v_dtype") if getattr(options, name)]
+    need = "needs" if len(names) == 1 else "need"
+    return OptionError(names, f"{need} --kv-cache-dtype {needed}, got {cache_dtype}")
+
+
 class LastModel:
     """Options and dtype of the last model created in this process.
 

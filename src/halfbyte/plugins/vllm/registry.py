@@ -8,8 +8,6 @@ from halfbyte.plugins.vllm.options import Options
 
 BACKEND_PATH = "halfbyte.plugins.vllm.backend.HalfbyteAttentionBackend"
 
-MAX_CAPTURED_QUERIES = 8
-"""Max query tokens per sequence of a step in a full CUDA graph."""
 _HOOKS = (
     ("vllm.v1.attention.backend", "AttentionBackend"),
     ("vllm.v1.attention.backend", "AttentionImpl"),
@@ -144,12 +142,6 @@ def wants_kernels(vllm_config: Any, option: Literal["linear", "moe"]) -> bool:
         return False
     # SM100 and SM120: vLLM has kernels for native FP4 arithmetic. Experts were timed on SM90 only.
     return (90 if option == "moe" else 80) <= capability.to_int() <= 90
-
-
-def queries_per_step(vllm_config: Any) -> int:
-    """Query tokens per sequence of a decode step: one, and the draft's."""
-    draft = getattr(vllm_config, "speculative_config", None)
-    return 1 + ((getattr(draft, "num_speculative_tokens", None) or 0) if draft is not None else 0)
 
 
 def has_page_specs() -> bool:

@@ -297,13 +297,14 @@ def test_a_plug_in_that_fails_half_way_stays_away() -> None:
     """Its backend is not registered, and its options are nobody's; asking for it is an error."""
     code = """
 from halfbyte.plugins import vllm as plugin
-from halfbyte.plugins.vllm import warmup
+from halfbyte.plugins.vllm import registry, warmup
 warmup.install = lambda: 1 / 0
 plugin.register()
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-VllmConfig(additional_config={"halfbyte": {"typo": 1}})
+config = VllmConfig(additional_config={"halfbyte": {"typo": 1, "linear": "on"}})
+assert not registry.uses_halfbyte(config) and not registry.wants_kernels(config, "linear")
 for ask in (
     AttentionBackendEnum.CUSTOM.get_path,
     lambda: current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, None),
@@ -316,10 +317,9 @@ for ask in (
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "ZeroDivisionError: division by zero" in result.stderr
-    found = result.stdout.splitlines()
-    assert ["CUSTOM must be registered" in found[0], "halfbyte is disabled" in found[1]] == [
-        True
-    ] * 2
+    unregistered, disabled = result.stdout.splitlines()
+    assert "CUSTOM must be registered" in unregistered
+    assert "halfbyte is disabled" in disabled
 
 
 @needs_page_specs

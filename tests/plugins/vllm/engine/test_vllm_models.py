@@ -56,9 +56,11 @@ def save_varied(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+SMALL: dict[str, Any] = {"max_model_len": 200, "block_size": 16, "skip_tokenizer_init": True}
+
+
 def engine(folder: Path, **options: Any) -> Any:
-    options = {"max_model_len": 200, "block_size": 16, "skip_tokenizer_init": True, **options}
-    return vllm_engine(folder, **options)
+    return vllm_engine(folder, **{**SMALL, **options})
 
 
 def calibrate(folder: Path) -> None:
@@ -101,8 +103,7 @@ def test_drafts_from_the_prompt_change_no_token(model: Path) -> None:
     prompts = [prompt * 2 for prompt in PROMPTS]
     with engine(model) as llm:
         expected = generate(llm, prompts, 24)
-    options: dict[str, Any] = {"max_model_len": 200, "block_size": 16, "skip_tokenizer_init": True}
-    options |= {"speculative_config": NGRAM, "max_tokens": 24}
+    options = {**SMALL, "speculative_config": NGRAM, "max_tokens": 24}
     found, counted = run_apart(prompts, model=str(model), **options)
     assert found == expected
     assert counted["vllm:spec_decode_num_accepted_tokens"] > 0
