@@ -1,17 +1,22 @@
 """The batches that compile attention's kernels at start reach all of them."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from attention.cases import config as attention_config
-from halfbyte.attention.paged.plan import TritonTarget, choose_tiles, make_plan
+from halfbyte.attention.base import AttentionInputs, AttentionPlans
+from halfbyte.attention.paged.plan import Tiles, TritonTarget, choose_tiles, make_plan
+from halfbyte.attention.prefill import combine, dense
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_KEYS_PER_QUERY,
+    MAX_PARTS,
     MIN_CHUNK,
     Prompt,
     _suits_pytorch,
@@ -77,6 +82,79 @@ def test_batches_merge_every_number_of_results(max_model_len: int, max_new: int)
         new = rng.randint(1, min(max_new, max_model_len))
         cached = rng.randint(0, max_model_len - new)
         assert merged(new, cached) in reached, (new, cached)
+
+
+class Launches:
+    """In place of `combine_kernel`: variants of the kernel by what they are compiled for."""
+
+    def __init__(self) -> None:
+        self.variants: set[tuple[Any, ...]] = set()
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launch(*, out: torch.Tensor, num_parts: int, wants_lse: bool, **given: Any) -> None:
+            dtypes = [given[f"o{i}"].dtype for i in range(MAX_PARTS)]
+            self.variants.add((out.dtype, num_parts, wants_lse, *dtypes))
+
+        return launch
+
+
+def merges_of(
+    batch: Sequence[tuple[int, int]], recent: int, monkeypatch: pytest.MonkeyPatch
+) -> set[tuple[Any, ...]]:
+    """Variants of `combine_kernel` that a batch's prompts need, without decode steps."""
+    launches, heads, head_size = Launches(), 2, 128
+
+    def run_block(inputs: Any, block: Any, query: torch.Tensor, *, causal: bool) -> Any:
+        return query, torch.empty((len(query), heads, query.shape[1]))
+
+    monkeypatch.setattr(combine, "combine_kernel", launches)
+    monkeypatch.setattr(dense, "_run_block", run_block)
+    monkeypatch.setattr(dense, "run_chunks", lambda *_: None)
+    monkeypatch.setattr(dense, "_tiles", lambda _: Tiles(128, 64, 4, 2))
+    counts = [new for new, _ in batch]
+    lengths = torch.tensor([sum(x) for x in batch], dtype=torch.int32)
+    if recent:
+        lengths, _ = packed_part(recent, lengths, 0)
+    query = torch.empty((sum(counts), heads, head_size), dtype=torch.bfloat16)
+    inputs = AttentionInputs(
+        query,
+        torch.empty(0),
+        PageLayout("nvfp4", "nvfp4", head_size, None, 1, 16),
+        torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
+        lengths,
+        torch.empty(0),
+        *(1.0, 1.0, 1.0),
+        *(None, None, None),
+        False,
+        None,
+        torch.empty(query.shape[:2]) if recent else None,
+        AttentionPlans(),
+    )
+    if not recent or dense.DenseAttention.forward_by_sequence(inputs) is None:
+        dense.DenseAttention.forward(inputs)
+    return launches.variants
+
+
+@pytest.mark.parametrize("recent", [0, 64])
+@pytest.mark.parametrize("max_new", [2048, 8192])
+def test_random_batches_merge_by_compiled_kernels(
+    max_new: int, recent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts alone, beside each other, beside short ones and beside decode steps."""
+    compiled, rng = set(), random.Random(0)
+    for batch in engine_batches(16384, max_new):
+        compiled |= merges_of(batch, recent, monkeypatch)
+    needed = set()
+    for _ in range(300):
+        batch, left = [], max_new
+        while left > 0 and (not batch or rng.random() < 0.5):
+            new = min(left, rng.choice([1, 20, 300, 1300, 2048, rng.randint(1, max_new)]))
+            batch.append(Tokens(new, rng.choice([0, 0, 40, rng.randint(0, 16384 - new)])))
+            left -= new
+        variants = merges_of(batch, recent, monkeypatch)
+        assert variants <= compiled, batch
+        needed |= variants
+    assert len(needed) >= 3
 
 
 @pytest.mark.parametrize("max_model_len", [1000, 131072])

@@ -62,8 +62,10 @@ def wants_layers(vllm_config: Any) -> bool:
 
 
 def _was_timed(vllm_config: Any) -> bool:
-    model = vllm_config.model_config
-    if vllm_config.parallel_config.tensor_parallel_size > 1 or not is_dense(model):
+    model = vllm_config.model_config  # None in vLLM's own tests of layers
+    if model is None or vllm_config.parallel_config.tensor_parallel_size > 1:
+        return False
+    if not is_dense(model):
         return False
     if model.quantization is None:
         return True

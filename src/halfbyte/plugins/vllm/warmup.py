@@ -59,6 +59,7 @@ _BATCHES = (
     (Tokens(2048, 0),),
     (Tokens(2048, 0), Tokens(2048, 0)),
     (Tokens(2300, 0),),  # padded for cuDNN, so that one result is copied
+    (Tokens(1280, 0), Tokens(9, 0)),  # one result is copied to its rows of the batch
     # Prefixes of one to eight blocks of `attention.prefill`, whose results are merged. The shortest
     # for each number, and longer ones: small chunks of short prompts are not for dense kernels.
     *((Tokens(1024, 1024 * ((1 << blocks) - 1)),) for blocks in range(1, 7)),

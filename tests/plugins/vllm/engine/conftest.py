@@ -19,8 +19,8 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Test workers that look for a free port at the same time must not find the same.
-os.environ["VLLM_PORT"] = str(29600 + 50 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+# Processes that look for a free port at the same time must not find the same.
+os.environ["VLLM_PORT"] = str(10000 + os.getpid() % 400 * 50)
 
 
 @pytest.fixture(autouse=True)

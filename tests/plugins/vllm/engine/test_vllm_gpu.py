@@ -24,6 +24,7 @@ from plugins.vllm.engine.engines import (
     assert_ours,
     generate,
     halfbyte_tokens,
+    metrics,
     outputs_of,
     run_apart,
     varied,
@@ -120,6 +121,26 @@ def test_sinks_and_windows_in_graphs(sinks_or_windows: Path, dtype: str) -> None
     assert varied(results[0][0])
 
 
+def test_drafts_with_sinks_and_windows(sinks_or_windows: Path) -> None:
+    """1 + 3 query tokens per sequence. Greedy tokens of random weights soon repeat, so that drafts
+    from the prompt are accepted."""
+    skip_without_drafts()
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        found, accepted = pool.submit(_tokens_of_drafts, sinks_or_windows, True).result()
+        assert found == pool.submit(_tokens_of_drafts, sinks_or_windows, False).result()[0]
+    assert accepted > 10
+
+
+def _tokens_of_drafts(folder: Path, drafts: bool) -> tuple[list[list[int]], float]:
+    options: dict[str, Any] = {**GPU, "load_format": "dummy", "max_model_len": 200}
+    options |= {"speculative_config": NGRAM if drafts else None, "disable_log_stats": False}
+    with gpu_engine(folder, **options) as llm:
+        assert_ours(llm, "nvfp4")
+        randomize(llm)
+        tokens = generate(llm, PROMPTS, 100)
+        return tokens, metrics(llm).get("vllm:spec_decode_num_accepted_tokens", 0)
+
+
 @pytest.mark.parametrize("name", ["qwen3-modelopt", "gpt-oss"])
 def test_experts_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are routed to other experts than at capture."""
@@ -183,15 +204,19 @@ def randomize(llm: Any) -> None:
 @pytest.mark.parametrize("recipe", ["plain", "balanced"])
 def test_drafts_from_the_prompt_in_graphs(recipe: str) -> None:
     """1 + 3 query tokens per sequence."""
-    is_v2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    if is_v2 and find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is None:
-        pytest.skip("this vLLM's model runner V2 takes no drafts from the prompt")
+    skip_without_drafts()
     with gpu_engine(**GPU, kv_recipe=recipe) as llm:
         assert_rings(assert_ours(llm), recipe)
         expected = generate(llm, TEXTS)
     found, counted = run_apart(TEXTS, **GPU, kv_recipe=recipe, speculative_config=NGRAM)
     assert found == expected
     assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
+
+
+def skip_without_drafts() -> None:
+    is_v2 = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    if is_v2 and find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is None:
+        pytest.skip("this vLLM's model runner V2 takes no drafts from the prompt")
 
 
 def test_rings_are_filled_before_a_whole_graph() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
@@ -142,6 +142,7 @@ def test_which_runs_want_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not layers.wants_layers(wanted_config(**fields))
         assert layers.wants_layers(wanted_config("on", **fields))
     assert not layers.wants_layers(wanted_config("off"))
+    assert not layers.wants_layers(VllmConfig(device_config=DeviceConfig("cpu")))
     monkeypatch.setattr(layers, "wants_kernels", lambda config, option: False)
     assert not layers.wants_layers(wanted_config())
     monkeypatch.setattr(layers, "uses_halfbyte", lambda config: False)
