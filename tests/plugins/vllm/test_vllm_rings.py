@@ -346,7 +346,7 @@ class _FullGraphs:
         ("cache_config", "kv_sharing_fast_prefill", True, "kv_sharing_fast_prefill"),
         ("model_config", "enable_sleep_mode", True, "enable_sleep_mode"),
         (None, "speculative_config", SimpleNamespace(method="eagle"), "drafts by eagle"),
-        (None, "kv_transfer_config", object(), "a KV connector"),
+        (None, "ec_transfer_config", object(), "an encoder's connector"),
     ],
 )
 def test_where_there_are_no_rings(

@@ -4,14 +4,14 @@ from typing import Any
 
 from halfbyte.kernels.runtime.inductor import OVERLAP, can_overlap
 from halfbyte.plugins.vllm.layers import wants_layers
-from halfbyte.plugins.vllm.registry import is_dense, uses_halfbyte, wants_kernels
+from halfbyte.plugins.vllm.registry import is_timed, uses_halfbyte, wants_kernels
 
 _PASS = "post_grad_custom_post_pass"
 """Where vLLM looks for a pass of the user's, which it runs after its own."""
 
 
 def overlap_launches(vllm_config: Any) -> None:
-    """Set `OVERLAP` for dense models with halfbyte's attention on Hopper, where it was measured.
+    """Set `OVERLAP` for runs with halfbyte's attention on Hopper, where it was measured.
 
     A value in `--compilation-config` takes precedence.
 
@@ -27,7 +27,7 @@ def overlap_launches(vllm_config: Any) -> None:
     capability = current_platform.get_device_capability()
     if capability is None or not can_overlap(capability.to_int()):
         return
-    if is_dense(vllm_config.model_config):
+    if is_timed(vllm_config):
         options.setdefault(OVERLAP, True)
 
 

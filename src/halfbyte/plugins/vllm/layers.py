@@ -17,7 +17,7 @@ from halfbyte.elementwise import add_rms_norm, rms_norm, rotary_embedding, silu_
 from halfbyte.elementwise.ops import KERNEL_DTYPES
 from halfbyte.kernels.runtime.inductor import can_overlap
 from halfbyte.plugins.vllm.options import LastModel, Options
-from halfbyte.plugins.vllm.registry import is_dense, uses_halfbyte, wants_kernels
+from halfbyte.plugins.vllm.registry import is_timed, uses_halfbyte, wants_kernels
 
 _LAYERS = "vllm.model_executor.layers."
 _MIN_NORM = 1024
@@ -44,9 +44,9 @@ class _Model:
 def wants_layers(vllm_config: Any) -> bool:
     """Whether a run's layers use the kernels: on Hopper, with halfbyte's attention.
 
-    `auto` is for what was timed, one GPU and dense models with weights in 16 bits or on halfbyte's
-    NVFP4 kernels. Elsewhere vLLM may fuse norms and activations with an all-reduce or with the
-    quantization of activations, which it finds by their operators.
+    `auto` is for what was timed on one GPU: dense models with weights in 16 bits, and models with
+    all weights on halfbyte's NVFP4 kernels. Elsewhere vLLM may fuse norms and activations with an
+    all-reduce or with the quantization of activations, which it finds by their operators.
     """
     from vllm.platforms import current_platform
 
@@ -62,11 +62,9 @@ def wants_layers(vllm_config: Any) -> bool:
 
 
 def _was_timed(vllm_config: Any) -> bool:
-    model = vllm_config.model_config  # None in vLLM's own tests of layers
-    if model is None or vllm_config.parallel_config.tensor_parallel_size > 1:
+    if vllm_config.parallel_config.tensor_parallel_size > 1 or not is_timed(vllm_config):
         return False
-    if not is_dense(model):
-        return False
+    model = vllm_config.model_config
     if model.quantization is None:
         return True
     return model.is_nvfp4_quantized() and wants_kernels(vllm_config, "linear")

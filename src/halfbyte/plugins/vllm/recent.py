@@ -88,7 +88,6 @@ def _why_no_rings(vllm_config: Any) -> list[str]:
         and getattr(parallel, "data_parallel_size", 1) > 1,
         f"drafts by {getattr(draft, 'method', None)}": draft is not None
         and draft.method not in _DRAFTS_OF_PROMPTS,
-        "a KV connector": getattr(vllm_config, "kv_transfer_config", None) is not None,
         "an encoder's connector": getattr(vllm_config, "ec_transfer_config", None) is not None,
         "micro-batches": getattr(parallel, "use_ubatching", False)
         or getattr(parallel, "enable_dbo", False),

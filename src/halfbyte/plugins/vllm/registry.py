@@ -110,15 +110,6 @@ def has_own_layers(attention: Any) -> bool:
     return any(is_halfbyte(backend) for backend in chosen if backend is not None)
 
 
-def is_dense(model: Any) -> bool:
-    """Whether a model has neither experts nor state-space layers.
-
-    Args:
-        model: vLLM's `ModelConfig`.
-    """
-    return not (getattr(model, "is_moe", False) or getattr(model, "is_hybrid", False))
-
-
 def wants_kernels(vllm_config: Any, option: Literal["linear", "moe"]) -> bool:
     """Whether a run uses halfbyte's kernels for 4-bit weights; see `Options`.
 
@@ -142,6 +133,21 @@ def wants_kernels(vllm_config: Any, option: Literal["linear", "moe"]) -> bool:
         return False
     # SM100 and SM120: vLLM has kernels for native FP4 arithmetic. Experts were timed on SM90 only.
     return (90 if option == "moe" else 80) <= capability.to_int() <= 90
+
+
+def is_timed(vllm_config: Any) -> bool:
+    """Whether early launches and the small kernels were timed with models like a run's: dense ones,
+    and NVFP4 experts on halfbyte's kernels.
+
+    Args:
+        vllm_config: vLLM's.
+    """
+    model = vllm_config.model_config
+    if model is None or getattr(model, "is_hybrid", False):
+        return False
+    if not getattr(model, "is_moe", False):
+        return True
+    return model.is_nvfp4_quantized() and wants_kernels(vllm_config, "moe")
 
 
 def has_page_specs() -> bool:

@@ -9,14 +9,13 @@ from halfbyte.plugins.vllm.checks import WHOLE_BLOCK_CONNECTORS
 from halfbyte.plugins.vllm.options import CACHE_DTYPES, NEWER_CACHE_DTYPES
 
 TESTED, SEEN, PARTLY = "tested", "seen", "in part"
-UNTRIED, REFUSED, OPEN, ABSENT = "not run", "refused", "open", "-"
+UNTRIED, REFUSED, ABSENT = "not run", "refused", "-"
 LEGEND = {
     TESTED: "by `make test` or `make test-vllm`",
     SEEN: "run by hand, by `make test-vllm-0.24` or with the GPU tests",
     PARTLY: "some of it run by hand",
     UNTRIED: "no problem is known",
     REFUSED: "an error at start that says so",
-    OPEN: "run among tests of which some failed, and which ones was not seen",
     ABSENT: "vLLM has it on GPUs only",
 }
 COLUMNS = ("0.24, CPU", "0.24, GPU", "0.32, CPU", "0.32 and 0.33, GPU")
@@ -149,7 +148,7 @@ FEATURES = (
     ),
     Feature(
         "whole blocks offloaded to the host by vLLM (`OffloadingConnector`)",
-        (ABSENT, OPEN, ABSENT, UNTRIED),
+        (ABSENT, SEEN, ABSENT, UNTRIED),
     ),
     Feature("other connectors that move whole blocks, LMCache's among them", (UNTRIED,) * 4),
     Feature(

@@ -84,7 +84,4 @@ def own_cache_of_a_worker(
 
 @pytest.fixture(params=["0", "1"], ids=["runner V1", "runner V2"])
 def model_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
-
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
-    set_cudagraph_capturing_enabled(True)  # V1 forbids it to the process's later engines

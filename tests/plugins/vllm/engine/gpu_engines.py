@@ -35,7 +35,9 @@ def graphs_alone(*sizes: int) -> dict[str, Any]:
 def gpu_engine(*arguments: Any, **options: Any) -> Iterator[Any]:
     """`vllm_engine`, which must have captured CUDA graphs unless it is eager."""
     from vllm.compilation.counter import compilation_counter
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
+    set_cudagraph_capturing_enabled(True)  # V1 forbids it to the process's later engines
     before = compilation_counter.num_cudagraph_captured
     with vllm_engine(*arguments, **options) as llm:
         captured = compilation_counter.num_cudagraph_captured - before

@@ -25,7 +25,7 @@ from halfbyte.dispatch import is_installed
 from halfbyte.evaluation.perplexity import evaluate_perplexity, text_windows
 from halfbyte.kernels.runtime.inductor import OVERLAP
 from halfbyte.kvcache import KV_SCALES_FILE
-from halfbyte.plugins.vllm import register
+from halfbyte.plugins.vllm import register, registry
 from halfbyte.plugins.vllm.arguments import check_names
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.registry import has_page_specs, wants_kernels
@@ -501,6 +501,7 @@ def test_pages_of_other_scales_are_not_found(tmp_path: Path, joined: bool) -> No
     [
         ((9, 0), "CUSTOM", {}, True),
         ((9, 0), "CUSTOM with experts", {}, None),
+        ((9, 0), "CUSTOM with NVFP4 experts", {}, True),
         ((9, 0), "CUSTOM", {OVERLAP: False}, False),
         ((9, 0), None, {}, None),
         ((8, 0), "CUSTOM", {}, None),
@@ -526,6 +527,8 @@ def test_launches_overlap_on_hopper(
     if backend is not None:
         options["attention_backend"] = backend.split()[0]
         monkeypatch.setattr(ModelConfig, "is_moe", property(lambda _: "experts" in backend))
+        monkeypatch.setattr(ModelConfig, "is_nvfp4_quantized", lambda _: "NVFP4" in backend)
+        monkeypatch.setattr(registry, "wants_kernels", lambda *_: True)
     config = EngineArgs(model=BUNDLED, max_model_len=128, **options).create_engine_config()
     assert config.compilation_config.inductor_compile_config.get(OVERLAP) is expected
 

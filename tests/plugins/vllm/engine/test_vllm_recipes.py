@@ -71,6 +71,29 @@ def test_balanced_equals_halfbyte_s_engine() -> None:
         assert generate(llm, TEXTS) != found
 
 
+@needs_page_specs
+def test_rings_are_filled_from_a_connector_s_pages(tmp_path: Path) -> None:
+    """One engine writes pages to disk. In a second one the last tokens are read from them."""
+    transfer = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    prompts = [TEXTS[1] * 4 + text for text in TEXTS]
+    options: dict[str, Any] = {**BALANCED, "block_size": 16, "enable_prefix_caching": False}
+    results = []
+    for _ in range(2):
+        with vllm_engine(kv_transfer_config=transfer, **options) as llm:
+            assert all(impl.rings is not None for impl in assert_ours(llm))
+            results.append(outputs_of(llm, prompts, 24))
+    for outputs, min_hits in zip(results, (0, 5), strict=True):
+        hits = [output.num_cached_tokens for output in outputs]
+        assert min_hits <= sum(hit > LAST_TOKENS for hit in hits) <= 6 * min_hits
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        expected = tokens_after_hits(BUNDLED, prompts, hits, 24, kv_recipe="balanced")
+        assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1
+
+
 def test_warming_up_changes_no_token() -> None:
     """It writes only to pages and rings before the first request."""
     from vllm.v1.worker.gpu_worker import Worker
