@@ -3,7 +3,7 @@
 #   make test   install what the tests need, check the code, run the tests, also inside vLLM
 # Both are fast the second time. PYTHON sets the interpreter, VENV and VLLM_VENV the folders.
 #   make test-all        also the tests that CI leaves out: all combinations of parameters, more GPUs and shapes
-#   make test-vllm       slow tests inside vLLM: compilation, two ranks, a server, lm-eval
+#   make test-vllm       slow tests inside vLLM: compilation, two ranks, a server, lm-eval, LMCache
 #   make docs            the pages of docs/ as a site, in site/
 #   make release         a wheel and a source archive in dist/, tried in empty environments
 #   make accuracy        accuracy of formats and recipes on two real models, downloaded into MODELS
@@ -53,6 +53,7 @@ test-all: $(VENV)/.installed-dev
 
 test-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_PIP) lm-eval==0.4.13
+	@$(VLLM_PIP) --no-deps --requirement requirements-lmcache.txt
 	@$(VLLM_PYTEST) -m slow
 
 test-vllm-0.24:

@@ -325,6 +325,14 @@ def test_k_and_v_dtypes_beside_a_draft(
         checks._check_settings(given, Options(k_dtype="mxfp4"))
 
 
+def test_lmcache_is_served_by_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "has_page_specs", lambda: True)
+    monkeypatch.setattr(connectors, "is_installed", lambda: True)
+    checks.check_config(config(kv_transfer_config=connector("LMCacheMPConnector")))
+    with pytest.raises(ValueError, match=r"LMCacheConnectorV1, .*: .*LMCacheMPConnector, "):
+        checks.check_config(config(kv_transfer_config=connector("LMCacheConnectorV1")))
+
+
 def test_connectors_of_an_unknown_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "has_page_specs", lambda: True)
     monkeypatch.setattr(connectors, "is_installed", lambda: False)

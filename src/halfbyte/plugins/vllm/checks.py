@@ -28,13 +28,13 @@ MAX_CAPTURED_QUERIES = 8
 WHOLE_BLOCK_CONNECTORS = (
     "DecodeBenchConnector",
     "ExampleConnector",
-    "LMCacheConnectorV1",
     "LMCacheMPConnector",
     "OffloadingConnector",
     "SharedStorageConnector",
     "SimpleCPUOffloadConnector",
 )
-"""KV connectors that copy whole blocks between engines of one layout."""
+"""KV connectors that copy whole blocks between engines of one layout. LMCache's other one,
+`LMCacheConnectorV1`, sizes its memory by the model's heads in one dtype, not by pages."""
 OFFLOADING_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 """Those that copy whole blocks in vLLM 0.24 too, where other connectors split K and V."""
 

@@ -150,7 +150,12 @@ FEATURES = (
         "whole blocks offloaded to the host by vLLM (`OffloadingConnector`)",
         (ABSENT, SEEN, ABSENT, UNTRIED),
     ),
-    Feature("other connectors that move whole blocks, LMCache's among them", (UNTRIED,) * 4),
+    Feature(
+        "pages in an LMCache server (`LMCacheMPConnector`)",
+        (REFUSED, REFUSED, TESTED, UNTRIED),
+        "test_vllm_lmcache.py::test_pages_come_back_from_lmcache",
+    ),
+    Feature("other connectors that move whole blocks", (UNTRIED,) * 4),
     Feature(
         "other KV connectors",
         (REFUSED,) * 4,
