@@ -53,7 +53,7 @@ test-all: $(VENV)/.installed-dev
 
 test-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_PIP) lm-eval==0.4.13
-	@$(VLLM_PIP) --no-deps --requirement requirements-lmcache.txt
+	@$(VLLM_PIP) --no-deps --requirement requirements-vllm-lmcache.txt
 	@$(VLLM_PYTEST) -m slow
 
 test-vllm-0.24:
