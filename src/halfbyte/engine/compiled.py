@@ -98,7 +98,8 @@ def _attention_of(layer: nn.Module) -> nn.Module | None:
 
 
 def _inductor_options(model: nn.Module) -> dict[str, Any] | None:
-    """For dense models on Hopper: start a kernel before the previous one has ended, as ours do."""
+    """For dense models on Hopper: start a kernel before the previous one has ended, as ours do.
+    With experts it was not timed in this engine."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     is_dense = not any(name.endswith(".experts") for name, _ in model.named_modules())
     return {OVERLAP: True} if is_dense and can_overlap(compute_capability_of(device)) else None

@@ -347,6 +347,12 @@ class _FullGraphs:
         ("model_config", "enable_sleep_mode", True, "enable_sleep_mode"),
         (None, "speculative_config", SimpleNamespace(method="eagle"), "drafts by eagle"),
         (None, "ec_transfer_config", object(), "an encoder's connector"),
+        (
+            None,
+            "kv_transfer_config",
+            SimpleNamespace(kv_load_failure_policy="recompute"),
+            "kv_load_failure_policy recompute",
+        ),
     ],
 )
 def test_where_there_are_no_rings(

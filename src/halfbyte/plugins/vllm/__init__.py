@@ -11,6 +11,7 @@ even if halfbyte is not used. So it changes nothing unless requested:
 | `formats` | formats of a layer's K and V, and the layout of its pages |
 | `scales` | global scales of the layers of a model and its draft |
 | `checks` | rejects unsupported options and models by name, before weights are read |
+| `chosen_backends` | models whose layers choose a backend themselves |
 | `backend` | capabilities of the attention backend, and page shapes for both vLLM interfaces |
 | `metadata` | lengths and tables of a step, CUDA graphs, scales of the layers |
 | `attention` | attention of a layer: stores K and V, reads the cache |
@@ -59,6 +60,7 @@ def register() -> None:
     try:
         from halfbyte.plugins.vllm import (
             checks,
+            chosen_backends,
             connectors,
             cpu_platform,
             layers,
@@ -73,6 +75,7 @@ def register() -> None:
             raise ImportError(f"it has no {', '.join(missing)}")
         registry.register_attention()
         checks.install()
+        chosen_backends.install()
         cpu_platform.install()
         linear.install()
         layers.install()

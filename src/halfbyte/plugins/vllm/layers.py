@@ -17,7 +17,13 @@ from halfbyte.elementwise import add_rms_norm, rms_norm, rotary_embedding, silu_
 from halfbyte.elementwise.ops import KERNEL_DTYPES
 from halfbyte.kernels.runtime.inductor import can_overlap
 from halfbyte.plugins.vllm.options import LastModel, Options
-from halfbyte.plugins.vllm.registry import is_timed, uses_halfbyte, wants_kernels
+from halfbyte.plugins.vllm.registry import (
+    has_nvfp4_weights,
+    is_on_one_gpu,
+    is_timed,
+    uses_halfbyte,
+    wants_kernels,
+)
 
 _LAYERS = "vllm.model_executor.layers."
 _MIN_NORM = 1024
@@ -62,12 +68,12 @@ def wants_layers(vllm_config: Any) -> bool:
 
 
 def _was_timed(vllm_config: Any) -> bool:
-    if vllm_config.parallel_config.tensor_parallel_size > 1 or not is_timed(vllm_config):
+    if not is_timed(vllm_config) or not is_on_one_gpu(vllm_config):
         return False
     model = vllm_config.model_config
     if model.quantization is None:
         return True
-    return model.is_nvfp4_quantized() and wants_kernels(vllm_config, "linear")
+    return has_nvfp4_weights(model) and wants_kernels(vllm_config, "linear")
 
 
 def _batch_invariant() -> bool:

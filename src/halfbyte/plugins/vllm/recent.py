@@ -88,6 +88,11 @@ def _why_no_rings(vllm_config: Any) -> list[str]:
         and getattr(parallel, "data_parallel_size", 1) > 1,
         f"drafts by {getattr(draft, 'method', None)}": draft is not None
         and draft.method not in _DRAFTS_OF_PROMPTS,
+        # It takes tokens back that a ring may have from blocks that failed to load.
+        "kv_load_failure_policy recompute": getattr(
+            getattr(vllm_config, "kv_transfer_config", None), "kv_load_failure_policy", "fail"
+        )
+        == "recompute",
         "an encoder's connector": getattr(vllm_config, "ec_transfer_config", None) is not None,
         "micro-batches": getattr(parallel, "use_ubatching", False)
         or getattr(parallel, "enable_dbo", False),

@@ -137,7 +137,7 @@ def wants_kernels(vllm_config: Any, option: Literal["linear", "moe"]) -> bool:
 
 def is_timed(vllm_config: Any) -> bool:
     """Whether early launches and the small kernels were timed with models like a run's: dense ones,
-    and NVFP4 experts on halfbyte's kernels.
+    and on one GPU NVFP4 experts on halfbyte's kernels.
 
     Args:
         vllm_config: vLLM's.
@@ -147,7 +147,29 @@ def is_timed(vllm_config: Any) -> bool:
         return False
     if not getattr(model, "is_moe", False):
         return True
-    return model.is_nvfp4_quantized() and wants_kernels(vllm_config, "moe")
+    # With LoRA vLLM runs the experts itself.
+    has_lora = getattr(vllm_config, "lora_config", None) is not None
+    on_ours = wants_kernels(vllm_config, "moe") and not has_lora
+    return on_ours and is_on_one_gpu(vllm_config) and has_nvfp4_weights(model)
+
+
+def is_on_one_gpu(vllm_config: Any) -> bool:
+    """Whether a run is neither parallel in itself nor one of several data-parallel ones.
+
+    Args:
+        vllm_config: vLLM's.
+    """
+    return int(vllm_config.parallel_config.world_size_across_dp) == 1
+
+
+def has_nvfp4_weights(model: Any) -> bool:
+    """Whether a checkpoint's quantized weights are NVFP4, all of them.
+
+    Args:
+        model: vLLM's `ModelConfig`.
+    """
+    # ModelOpt's mixed checkpoints have FP8 layers, too.
+    return model.quantization != "modelopt_mixed" and bool(model.is_nvfp4_quantized())
 
 
 def has_page_specs() -> bool:

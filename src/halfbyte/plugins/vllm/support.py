@@ -151,6 +151,11 @@ FEATURES = (
         (ABSENT, SEEN, ABSENT, UNTRIED),
     ),
     Feature(
+        "K and V of different head sizes (MiMo-V2)",
+        (REFUSED, REFUSED, TESTED, UNTRIED),
+        "test_vllm_head_sizes.py::test_v_is_smaller_than_k",
+    ),
+    Feature(
         "pages in an LMCache server (`LMCacheMPConnector`)",
         (REFUSED, REFUSED, TESTED, UNTRIED),
         "test_vllm_lmcache.py::test_pages_come_back_from_lmcache",
@@ -174,7 +179,8 @@ def table() -> str:
     rows += [f"| {feature.name} | " + " | ".join(feature.known) + " |" for feature in FEATURES]
     legend = "; ".join(f"*{word}*: {meaning}" for word, meaning in LEGEND.items())
     connectors = ", ".join(f"`{name}`" for name in WHOLE_BLOCK_CONNECTORS)
-    return "\n".join([*rows, "", f"{legend}. Whole blocks are moved by {connectors}."])
+    hardware = "GPUs were H100 and H200, CPUs x86"
+    return "\n".join([*rows, "", f"{legend}. {hardware}. Whole blocks are moved by {connectors}."])
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ class Tokens(NamedTuple):
         return -(-self.length // block_size)
 
 
+_BEYOND = 400
+"""Cached tokens beyond a bound: the last ones may be read from rings instead of pages."""
 _BATCHES = (
     (Tokens(1, 40),),
     (Tokens(1, 40), Tokens(1, 700), Tokens(1, 16)),
@@ -62,14 +64,14 @@ _BATCHES = (
     (Tokens(1280, 0), Tokens(9, 0)),  # one result is copied to its rows of the batch
     # Prefixes of one to eight blocks of `attention.prefill`, whose results are merged. The shortest
     # for each number, and longer ones: small chunks of short prompts are not for dense kernels.
-    *((Tokens(1024, 1024 * ((1 << blocks) - 1)),) for blocks in range(1, 7)),
-    *((Tokens(1024, 2048 * ((1 << blocks) - 1)),) for blocks in range(1, 5)),
-    *((Tokens(1024, 1024 * cached),) for cached in (4, 63 + 32, 63 + 64)),
+    *(
+        (Tokens(new, 1024 * cached + _BEYOND),)
+        for cached in (1, 3, 7, 15, 31, 63, 2, 6, 14, 30, 4, 63 + 32, 63 + 64)
+        for new in (512, 1024)
+    ),
 )
 """One batch for each kernel of `halfbyte.attention`: decoding, drafts, short and long prompts, with
 and without cached tokens, and mixed batches."""
-_BEYOND = 400
-"""Cached tokens beyond a bound: the last ones may be read from rings instead of pages."""
 _QUERY_TILES = (16, 32, 64, 128)
 """Rows (query tokens times query heads per KV head) of tiles of the `triton` backend."""
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from zlib import crc32
 
 import pytest
 
@@ -19,8 +20,10 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Processes that look for a free port at the same time must not find the same.
-os.environ["VLLM_PORT"] = str(10000 + os.getpid() % 400 * 50)
+# Workers that look for a free port at the same time must not find the same, nor should two runs.
+_RUN = crc32(os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid())).encode()) % 20
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+os.environ["VLLM_PORT"] = str(10000 + 1000 * _RUN + 50 * _WORKER)
 
 
 @pytest.fixture(autouse=True)

@@ -151,6 +151,7 @@ def test_prefixes_from_the_cache_change_no_token(tokens: list[list[int]]) -> Non
     assert varied(first)
     assert counted["vllm:prefix_cache_hits"] > 0.4 * counted["vllm:prefix_cache_queries"]
     with vllm_engine(enable_prefix_caching=False) as llm:
+        assert_ours(llm, "nvfp4")
         assert generate(llm, prompts) == first
 
 

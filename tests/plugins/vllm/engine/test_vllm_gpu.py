@@ -129,6 +129,7 @@ def test_drafts_with_sinks_and_windows(sinks_or_windows: Path) -> None:
         found, accepted = pool.submit(_tokens_of_drafts, sinks_or_windows, True).result()
         assert found == pool.submit(_tokens_of_drafts, sinks_or_windows, False).result()[0]
     assert accepted > 10
+    assert len({tuple(tokens) for tokens in found}) == len(found)
 
 
 def _tokens_of_drafts(folder: Path, drafts: bool) -> tuple[list[list[int]], float]:

@@ -114,14 +114,16 @@ def test_layers_that_the_kernels_do_not_support(calls: Calls, config: Any) -> No
     assert calls == {"rotary_embedding": 1, "rms_norm": 1, "silu_and_mul": 1}
 
 
-def wanted_config(option: str = "auto", tensor_parallel: int = 1, **model: Any) -> Any:
+def wanted_config(option: str = "auto", gpus: int = 1, lora: object = None, **model: Any) -> Any:
     """The parts of vLLM's configuration that `wants_layers` reads; dense, NVFP4."""
     fields = {"quantization": "modelopt_fp4", "is_moe": False, "is_hybrid": False, **model}
-    fields["is_nvfp4_quantized"] = lambda: fields["quantization"] == "modelopt_fp4"
+    kinds = "modelopt_fp4", "modelopt_mixed"
+    fields["is_nvfp4_quantized"] = lambda: fields["quantization"] in kinds
     return SimpleNamespace(
         additional_config={"halfbyte": {"elementwise": option}},
         model_config=SimpleNamespace(**fields),
-        parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel),
+        parallel_config=SimpleNamespace(world_size_across_dp=gpus),
+        lora_config=lora,
     )
 
 
@@ -135,7 +137,9 @@ def test_which_runs_want_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layers.wants_layers(wanted_config(quantization=None))
     assert layers.wants_layers(wanted_config(is_moe=True))
     others = (
-        {"tensor_parallel": 2},
+        {"gpus": 2},
+        {"quantization": "modelopt_mixed"},
+        {"is_moe": True, "lora": object()},
         {"is_moe": True, "quantization": None},
         {"is_moe": True, "quantization": "mxfp4"},
         {"is_hybrid": True},

@@ -490,6 +490,7 @@ def test_pages_of_other_scales_are_not_found(tmp_path: Path, joined: bool) -> No
             assert_ours(llm)
             expected = generate(llm, prompts)
         with vllm_engine(kv_transfer_config=transfer, **options) as llm:
+            assert_ours(llm)
             found[factor] = generate(llm, prompts)
         assert found[factor] == expected
     assert found[1] != found[40]

@@ -4,7 +4,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_LMCACHE, reason="LMCache is not installed in this environment"),
 ]
 
-PROMPTS = [TEXTS[2] * 8 + text for text in TEXTS]
+PROMPTS = ["".join(TEXTS[n:] + TEXTS[:n]) * 2 for n in range(len(TEXTS))]
 CHUNK = 64
 """Tokens that LMCache stores together: four blocks."""
 
@@ -69,7 +69,10 @@ def port(tmp_path: Path) -> Iterator[int]:
         yield int(ports[0])
     finally:
         server.terminate()
-        server.wait()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 def test_pages_come_back_from_lmcache(port: int, tmp_path: Path) -> None:
@@ -84,18 +87,21 @@ def test_pages_come_back_from_lmcache(port: int, tmp_path: Path) -> None:
         "balanced": {"kv_recipe": "balanced"},
         "K in fp8": {"kv_recipe": "plain", "k_dtype": "fp8"},
     }
+    cached = ["plain again"]  # the second time the engine has the blocks itself
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        results = pool.submit(_run, port, runs).result()
+        results = pool.submit(_run, port, runs, cached).result()
     for name, (without, first, again) in results.items():
         assert varied(without), name
-        # Pages of other scales and formats are not found.
-        hits = 192 if name == "plain again" else 0
-        assert first == ([hits] * len(PROMPTS), without), name
-        assert again[0] == [192] * len(PROMPTS), name
+        # Pages of other scales and formats are not found. 281 tokens are four chunks.
+        hits = [256] * len(PROMPTS)
+        assert first[0] == (hits if name == "plain again" else [0] * len(PROMPTS)), name
+        assert again[0] == ([272] * len(PROMPTS) if name in cached else hits), name
         expected = without
         if name == "balanced":  # rings were filled from pages
-            expected = tokens_after_hits(BUNDLED, PROMPTS, again[0], 24, kv_recipe="balanced")
-        assert sum(a != b for a, b in zip(again[1], expected, strict=True)) <= 1, name
+            expected = tokens_after_hits(BUNDLED, PROMPTS, hits, 24, kv_recipe="balanced")
+        # Steps of other numbers of tokens round differently, so that a near-tie may go either way.
+        for found, right in ((first[1], without), (again[1], expected)):
+            assert sum(a != b for a, b in zip(found, right, strict=True)) <= 1, name
     assert results["plain"][0] != results["other scales"][0]
 
 
@@ -104,7 +110,7 @@ Answers = tuple[list[int], list[list[int]]]
 
 
 def _run(
-    port: int, runs: dict[str, dict[str, Any]]
+    port: int, runs: dict[str, dict[str, Any]], cached: Sequence[str]
 ) -> dict[str, tuple[list[list[int]], Answers, Answers]]:
     """For each run the tokens without a connector, and two answers with LMCache's.
 
@@ -126,18 +132,19 @@ def _run(
         options: dict[str, Any] = {
             "additional_config": {"halfbyte": section},
             "block_size": 16,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": name in cached,
         }
         with vllm_engine(**options) as llm:
             without = generate(llm, PROMPTS, 24)
         dispatcher._rebind_kernels = lambda overrides: None
-        answers = []
+        answers: list[Answers] = []
         with vllm_engine(kv_transfer_config=transfer, **options) as llm:
             assert_ours(llm)
             for _ in range(2):
+                if answers:
+                    time.sleep(4)  # stores end later than answers
                 outputs = outputs_of(llm, PROMPTS, 24)
                 tokens = [list(output.outputs[0].token_ids) for output in outputs]
                 answers.append(([output.num_cached_tokens for output in outputs], tokens))
-                time.sleep(2)  # stores end later than answers
         results[name] = without, answers[0], answers[1]
     return results

@@ -26,6 +26,7 @@ from plugins.vllm.engine.engines import (
     outputs_of,
     run_apart,
     tokens_after_hits,
+    varied,
     vllm_engine,
 )
 
@@ -86,12 +87,16 @@ def test_rings_are_filled_from_a_connector_s_pages(tmp_path: Path) -> None:
         with vllm_engine(kv_transfer_config=transfer, **options) as llm:
             assert all(impl.rings is not None for impl in assert_ours(llm))
             results.append(outputs_of(llm, prompts, 24))
-    for outputs, min_hits in zip(results, (0, 5), strict=True):
+    for outputs in results:
         hits = [output.num_cached_tokens for output in outputs]
-        assert min_hits <= sum(hit > LAST_TOKENS for hit in hits) <= 6 * min_hits
+        if outputs is results[0]:
+            assert not any(hits)
+        else:
+            assert sum(hit > LAST_TOKENS for hit in hits) >= 5
         found = [list(output.outputs[0].token_ids) for output in outputs]
         expected = tokens_after_hits(BUNDLED, prompts, hits, 24, kv_recipe="balanced")
         assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1
+        assert varied(expected)
 
 
 def test_warming_up_changes_no_token() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from halfbyte.plugins.vllm import linear_kernel
 from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
 from halfbyte.quantization import quantize_checkpoint
 from plugins.vllm.engine.engines import (
@@ -66,8 +67,9 @@ def kernels_of(llm: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("dialect", "activations"), KINDS)
 def test_quantized_checkpoints_equal_halfbyte_s_engine(
-    tmp_path: Path, dialect: str, activations: bool
+    tmp_path: Path, dialect: str, activations: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    linear_kernel._log_choice.cache_clear()
     folder = quantized(tmp_path, dialect, activations)
     expected = halfbyte_tokens(folder, TEXTS)
     # ModelOpt's declaration turns vLLM's "auto" into nvfp4.
@@ -78,6 +80,7 @@ def test_quantized_checkpoints_equal_halfbyte_s_engine(
         assert names == {"halfbyte.plugins.vllm.linear_kernel"}
         found = generate(llm, TEXTS)
     assert_same_tokens(found, expected, TEXTS, folder)
+    assert ("would quantize (W4A4)" in caplog.text) == activations
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
