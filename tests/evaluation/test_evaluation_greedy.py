@@ -48,9 +48,9 @@ def test_agreement_is_that_of_the_engine_s_tokens(chunk_size: int) -> None:
 @pytest.mark.parametrize(
     ("prompts", "new_tokens", "chunk_size", "message"),
     [
-        ([], 4, 8, "prompts: expected some"),
-        ([[]], 4, 8, r"prompts: expected some of 1 up to \d+ tokens, got \[0\]"),
-        ([[1] * 10**6], 4, 8, "prompts: expected some of 1 up to"),
+        ([], 4, 8, "prompts: expected one or more"),
+        ([[]], 4, 8, r"prompts: expected one or more of 1 to \d+ tokens, got \[0\]"),
+        ([[1] * 10**6], 4, 8, "prompts: expected one or more of 1 to"),
         ([[1]], 0, 8, "new_tokens: expected at least 1, got 0"),
         ([[1]], 1, 0, "chunk_size: expected at least 1, got 0"),
     ],

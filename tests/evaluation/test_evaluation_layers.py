@@ -112,5 +112,5 @@ def test_a_cache_in_the_model_s_dtype_is_exact() -> None:
 
 @pytest.mark.parametrize("windows", [[], [[]], [[1] * 10**4]])
 def test_windows_that_cannot_be_measured(windows: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="windows: expected some of 1 to 256 tokens"):
+    with pytest.raises(ValueError, match="windows: expected one or more of 1 to 256 tokens"):
         evaluate_layers(make_model("llama"), windows, ["nvfp4"])

@@ -16,7 +16,8 @@ Other names that look like scales of K and V are recognized, so that they are re
 over: `kv_cache_scaling_factor` (TensorRT-LLM; FP8 or INT8), `k_scale_inv`, `qkv_proj.output_scale`
 (of Q, too), `k_bmm_quantizer._amax` (ModelOpt's state, which its export converts) and the like, and
 any other tensor of a layer's attention whose words say `scale` (or `amax`) and K or V.
-Scales of weights, activations and Q, and those of indexers, drafts and towers are none of them.
+Scales of weights, activations and Q, and all scales of indexers, draft models and towers for images
+or audio, are other scales, which are ignored.
 """
 
 import re

@@ -22,7 +22,9 @@ def model_and_tokenizer(
     quantize_activations: bool | None,
     batch_invariant: bool,
 ) -> tuple[PreTrainedModel, Any]:
-    """Loads what is given as a folder or hub id; arguments as of `LLM`. Warns of few cores.
+    """Load the model and tokenizer that are given as a folder or hub id; arguments as of `LLM`.
+
+    Warns if PyTorch's threads and other programs need more cores than there are.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the model cannot be loaded or is not supported.

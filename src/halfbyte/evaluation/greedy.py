@@ -62,7 +62,7 @@ def evaluate_greedy(
     lengths = [len(prompt) for prompt in prompts]
     limit = getattr(model.config, "max_position_embeddings", 2**31) - new_tokens
     if not lengths or not 0 < min(lengths) <= max(lengths) <= limit:
-        raise ValueError(f"prompts: expected some of 1 up to {limit} tokens, got {lengths}")
+        raise ValueError(f"prompts: expected one or more of 1 to {limit} tokens, got {lengths}")
     names, scales = names_and_scales(
         model, kv_cache_dtypes, kv_recipes, kv_scales, tokenizer, attention_backend
     )

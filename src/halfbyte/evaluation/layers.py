@@ -75,7 +75,7 @@ def evaluate_layers(
     context = getattr(model.config, "max_position_embeddings", 2**31)
     lengths = [len(window) for window in windows]
     if not lengths or not 0 < min(lengths) <= max(lengths) <= context:
-        raise ValueError(f"windows: expected some of 1 to {context} tokens, got {lengths}")
+        raise ValueError(f"windows: expected one or more of 1 to {context} tokens, got {lengths}")
     names, scales = names_and_scales(model, kv_cache_dtypes, kv_recipes, kv_scales, tokenizer, None)
     caches = [_RoundTrip(model, name, scales[name]) for name in dict.fromkeys(names)]
     rows = [torch.tensor([list(window)], device="cpu") for window in windows]

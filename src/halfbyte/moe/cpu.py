@@ -18,8 +18,8 @@ from halfbyte.linear.ops import linear_op
 from halfbyte.linear.w4a16.cpu import CpuPackedWeight, linear_cpu, pack_weight, unpack_weight
 from halfbyte.moe.base import MoeConfig, OperatorKernel
 from halfbyte.moe.experts import ExpertMatrices, GatedActivation, PackedExperts
+from halfbyte.moe.grouping import hit_experts, weighted_sum
 from halfbyte.moe.mxfp4_blocks import as_nvfp4
-from halfbyte.moe.pairs import hit_experts, weighted_sum
 
 
 @linear_op("nvfp4_moe_cpu")

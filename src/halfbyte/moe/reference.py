@@ -16,7 +16,7 @@ from halfbyte.linear.reference import product
 from halfbyte.moe.as_loaded import AsLoadedKernel, MatrixTensors, as_loaded_op
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.experts import BLOCK_SIZES, ExpertMatrices, GatedActivation, PackedExperts
-from halfbyte.moe.pairs import hit_experts, weighted_sum
+from halfbyte.moe.grouping import hit_experts, weighted_sum
 from halfbyte.numerics import e2m1, e4m3, e8m0
 
 

@@ -1,7 +1,7 @@
 """Triton on NVIDIA GPUs from SM80: the general kernel, on the weights as loaded.
 
-Apart from `triton_launcher.py`, which imports Triton: `auto` asks this backend also where there is
-none.
+`triton_launcher.py` imports Triton. This file does not, because `auto` asks the backend also where
+Triton is not installed.
 """
 
 from typing import ClassVar

@@ -198,7 +198,7 @@ def _check_surplus(
 def _whole_experts(
     linear: Sequence[str], wanted: Sequence[str], unfit: Collection[str]
 ) -> list[str]:
-    """The layers that fit, without experts beside others of their layer that do not.
+    """`wanted` without `unfit`, and without experts of a layer that has an unfit one.
 
     Experts of a layer run together, so loading expects them to be stored alike.
 

@@ -39,6 +39,8 @@ IN_FLIGHT = 8
 """Requests that are sent right before a kill."""
 SAMPLE_S = 5.0
 """Seconds between two measurements of the server's memory."""
+MAX_GROWTH = 1.03
+"""Max memory of a server at its end, relative to that after a tenth of its life."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ def main() -> None:
         and not any(held.values())
         and sent_again
         and max(record.failure_s, default=0.0) <= FAILURE_S
+        and all(life["end"] <= MAX_GROWTH * life["start"] for life in lives)
     )
     result = {
         "ok": is_good,

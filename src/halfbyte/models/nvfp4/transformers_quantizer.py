@@ -154,7 +154,7 @@ class NvFp4Quantizer(HfQuantizer):
                 untie(named, name)
                 self._pending[name] = named.get_submodule(name)
                 named.set_submodule(name, _Pending())
-        # Now, because the patterns below hide surplus tensors. Absent ones would get random values.
+        # Before the patterns below hide surplus tensors; missing ones would get random values.
         check_plain_tensors(named, self._plan, index, model.dtype)
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(self._unexpected_names())

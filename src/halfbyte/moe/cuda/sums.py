@@ -45,7 +45,7 @@ def sum_results(
 
     Args:
         results: `[pairs, n]`, already weighted; with `places` `[rows, at least n]`.
-        pairs: of which those without an expert have no results.
+        pairs: of the batch. Those without an expert have no results, and none are read.
         n: by default all columns.
         places: int32 `[pairs, 2]`, row of `results` or -1, and the bits of the pair's weight.
     """

@@ -1,8 +1,8 @@
 """Finds weights that a checkpoint lacks, or that are NaN: vLLM checks few of them.
 
-Parameters are filled before loading with values that no checkpoint has. For GPT-OSS only biases
-are, because vLLM's padding must stay zero. Its files have one tensor for all experts of a layer, so
-codes or scales that are all zero are missing; biases may be zero.
+Parameters are filled before loading with values that no checkpoint has. For GPT-OSS only biases are
+filled: vLLM pads codes and scales with zeros that must stay. Its files have one tensor for all
+experts of a layer, so one that is all zero was not loaded. Biases may be zero.
 """
 
 from collections.abc import Sequence

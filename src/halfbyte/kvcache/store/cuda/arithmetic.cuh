@@ -77,15 +77,17 @@ __device__ __forceinline__ int byte_of_ratio_fast(float ratio) {
 #endif
 }
 
-// x * r; 0 for NaN. With EASY, NaN occurs only in a block with a NaN, or after one, and is kept.
+// x * r, and 0 if that is NaN. With EASY only a NaN in the block, or in one whose errors it receives, gives NaN, which
+// is kept.
 template <bool EASY>
 __device__ __forceinline__ float ratio_of(float x, float r) {
   const float t = mul(x, r);
   return EASY || t == t ? t : 0.0f;
 }
 
-// The E2M1 value nearest to |t|, ties to the even code; CLAMPS if |t| may be 7 or more. The last place of 2^22 times
-// the power of two below |t|, 1 at least, is the step between values.
+// The E2M1 value nearest to |t|, ties to the even code; CLAMPS if |t| may be 7 or more. Let p be the power of two at or
+// below |t|, at least 1. Values near |t| are p/2 apart, which is the last place of a float32 at 2^22 p. So adding and
+// subtracting 2^22 p rounds.
 template <bool CLAMPS>
 __device__ __forceinline__ float nearest(float t) {
   const float power = fmaxf(float_of(bits_of(t) & 0x7F800000), 1.0f);
