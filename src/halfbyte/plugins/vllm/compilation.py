@@ -3,8 +3,8 @@
 from typing import Any
 
 from halfbyte.kernels.runtime.inductor import OVERLAP, can_overlap
-from halfbyte.plugins.vllm.layers import wants_layers
-from halfbyte.plugins.vllm.registry import is_timed, uses_halfbyte, wants_kernels
+from halfbyte.plugins.vllm.layers import is_timed, wants_layers
+from halfbyte.plugins.vllm.registry import uses_halfbyte, wants_kernels
 
 _PASS = "post_grad_custom_post_pass"
 """Where vLLM looks for a pass of the user's, which it runs after its own."""

@@ -53,9 +53,8 @@ def named_by_pages(vllm_config: Any) -> Any:
         vllm_config: vLLM's; not modified.
     """
     model_config = vllm_config.model_config
-    if model_config is None or not uses_halfbyte(vllm_config):
-        return vllm_config
-    if _MARK in str(model_config.model):
+    is_ours = model_config is not None and uses_halfbyte(vllm_config)
+    if not is_ours or _MARK in str(model_config.model):
         return vllm_config
     identity = _identity(vllm_config)[:16]
     config = copy.copy(vllm_config)

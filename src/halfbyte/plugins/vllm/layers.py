@@ -17,13 +17,7 @@ from halfbyte.elementwise import add_rms_norm, rms_norm, rotary_embedding, silu_
 from halfbyte.elementwise.ops import KERNEL_DTYPES
 from halfbyte.kernels.runtime.inductor import can_overlap
 from halfbyte.plugins.vllm.options import LastModel, Options
-from halfbyte.plugins.vllm.registry import (
-    has_nvfp4_weights,
-    is_on_one_gpu,
-    is_timed,
-    uses_halfbyte,
-    wants_kernels,
-)
+from halfbyte.plugins.vllm.registry import uses_halfbyte, wants_kernels
 
 _LAYERS = "vllm.model_executor.layers."
 _MIN_NORM = 1024
@@ -68,12 +62,41 @@ def wants_layers(vllm_config: Any) -> bool:
 
 
 def _was_timed(vllm_config: Any) -> bool:
-    if not is_timed(vllm_config) or not is_on_one_gpu(vllm_config):
+    if not is_timed(vllm_config) or not _is_on_one_gpu(vllm_config):
         return False
     model = vllm_config.model_config
     if model.quantization is None:
         return True
-    return has_nvfp4_weights(model) and wants_kernels(vllm_config, "linear")
+    return _has_nvfp4_weights(model) and wants_kernels(vllm_config, "linear")
+
+
+def is_timed(vllm_config: Any) -> bool:
+    """Whether early launches and the small kernels were timed with models like a run's: dense ones,
+    and on one GPU NVFP4 experts on halfbyte's kernels.
+
+    Args:
+        vllm_config: vLLM's.
+    """
+    model = vllm_config.model_config
+    if model is None or getattr(model, "is_hybrid", False):
+        return False
+    if not getattr(model, "is_moe", False):
+        return True
+    # With LoRA vLLM runs the experts itself.
+    has_lora = getattr(vllm_config, "lora_config", None) is not None
+    on_ours = wants_kernels(vllm_config, "moe") and not has_lora
+    return on_ours and _is_on_one_gpu(vllm_config) and _has_nvfp4_weights(model)
+
+
+def _is_on_one_gpu(vllm_config: Any) -> bool:
+    """Whether a run is neither parallel in itself nor one of several data-parallel ones."""
+    return int(vllm_config.parallel_config.world_size_across_dp) == 1
+
+
+def _has_nvfp4_weights(model: Any) -> bool:
+    """Whether all quantized weights of a checkpoint are NVFP4."""
+    # ModelOpt's mixed checkpoints have FP8 layers, too.
+    return model.quantization != "modelopt_mixed" and bool(model.is_nvfp4_quantized())
 
 
 def _batch_invariant() -> bool:

@@ -80,6 +80,7 @@ def _why_no_rings(vllm_config: Any) -> list[str]:
     runner = ring_runners.V2 if is_v2 else ring_runners.V1
     has_full_graphs = mode is not None and mode.has_full_cudagraphs()
     draft = vllm_config.speculative_config
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
     found = {
         "this vLLM does not say which tokens a step has": not ring_runners.is_wrapped(runner),
         "full CUDA graphs (cudagraph_mode)": has_full_graphs
@@ -89,9 +90,7 @@ def _why_no_rings(vllm_config: Any) -> list[str]:
         f"drafts by {getattr(draft, 'method', None)}": draft is not None
         and draft.method not in _DRAFTS_OF_PROMPTS,
         # It takes tokens back that a ring may have from blocks that failed to load.
-        "kv_load_failure_policy recompute": getattr(
-            getattr(vllm_config, "kv_transfer_config", None), "kv_load_failure_policy", "fail"
-        )
+        "kv_load_failure_policy recompute": getattr(transfer, "kv_load_failure_policy", None)
         == "recompute",
         "an encoder's connector": getattr(vllm_config, "ec_transfer_config", None) is not None,
         "micro-batches": getattr(parallel, "use_ubatching", False)

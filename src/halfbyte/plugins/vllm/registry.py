@@ -135,43 +135,6 @@ def wants_kernels(vllm_config: Any, option: Literal["linear", "moe"]) -> bool:
     return (90 if option == "moe" else 80) <= capability.to_int() <= 90
 
 
-def is_timed(vllm_config: Any) -> bool:
-    """Whether early launches and the small kernels were timed with models like a run's: dense ones,
-    and on one GPU NVFP4 experts on halfbyte's kernels.
-
-    Args:
-        vllm_config: vLLM's.
-    """
-    model = vllm_config.model_config
-    if model is None or getattr(model, "is_hybrid", False):
-        return False
-    if not getattr(model, "is_moe", False):
-        return True
-    # With LoRA vLLM runs the experts itself.
-    has_lora = getattr(vllm_config, "lora_config", None) is not None
-    on_ours = wants_kernels(vllm_config, "moe") and not has_lora
-    return on_ours and is_on_one_gpu(vllm_config) and has_nvfp4_weights(model)
-
-
-def is_on_one_gpu(vllm_config: Any) -> bool:
-    """Whether a run is neither parallel in itself nor one of several data-parallel ones.
-
-    Args:
-        vllm_config: vLLM's.
-    """
-    return int(vllm_config.parallel_config.world_size_across_dp) == 1
-
-
-def has_nvfp4_weights(model: Any) -> bool:
-    """Whether a checkpoint's quantized weights are NVFP4, all of them.
-
-    Args:
-        model: vLLM's `ModelConfig`.
-    """
-    # ModelOpt's mixed checkpoints have FP8 layers, too.
-    return model.quantization != "modelopt_mixed" and bool(model.is_nvfp4_quantized())
-
-
 def has_page_specs() -> bool:
     """Whether backends define their pages in this vLLM (`customize_spec`, from 0.32 or so on)."""
     from vllm.v1.attention.backend import AttentionBackend

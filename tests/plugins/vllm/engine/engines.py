@@ -44,6 +44,8 @@ TEXTS = (
     "    def punctuation_chars(self):\n        return self._punctuation_chars\n\n    def push",
     "    def sourcehook(self, newfile):\n        # Hook called on a filename to be sourced.",
 )
+ROTATED = ["".join(TEXTS[n:] + TEXTS[:n]) * 2 for n in range(len(TEXTS))]
+"""Prompts of some 280 tokens with different beginnings."""
 
 
 @contextmanager
@@ -152,8 +154,7 @@ def generate(
     llm: Any, prompts: Sequence[Any], max_tokens: int = 64, temperature: float = 0.0
 ) -> list[list[int]]:
     """Tokens of texts or lists of token ids, greedy or sampled by a fixed seed."""
-    outputs = outputs_of(llm, prompts, max_tokens, temperature)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens_of(outputs_of(llm, prompts, max_tokens, temperature))
 
 
 def outputs_of(
@@ -172,6 +173,20 @@ def outputs_of(
     asked = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
     outputs: list[Any] = llm.generate(asked, params, use_tqdm=False)
     return outputs
+
+
+def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:
+    """Tokens of vLLM's outputs."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def example_connector(folder: Path) -> dict[str, Any]:
+    """The configuration of vLLM's KV connector that keeps pages in a folder."""
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
 
 
 def metrics(llm: Any) -> dict[str, float]:
@@ -283,6 +298,12 @@ def assert_same_tokens(
         logits = halfbyte_logits(model, prompts[i], expected[i][:at], **options)
         gap = float(logits[expected[i][at]] - logits[found[i][at]])
         assert gap < 0.1, f"sequence {i} differs from token {at} on, where logits are {gap} apart"
+
+
+def assert_same_but_one(found: list[list[int]], expected: list[list[int]]) -> None:
+    """Assert equal tokens but for one sequence: steps of other numbers of tokens round differently,
+    so that a near-tie may go the other way."""
+    assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1
 
 
 def halfbyte_logits(

@@ -41,7 +41,7 @@ class Server:
         environment: dict[str, str | None] | None = None,
         before: Callable[[], None] | None = None,
     ) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.model = str(model)
         self.log = log
         variables = {**os.environ, **ENVIRONMENT, **(environment or {})}
@@ -182,7 +182,8 @@ class Server:
         return self.processes()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that no process listened at a moment ago."""
     with closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

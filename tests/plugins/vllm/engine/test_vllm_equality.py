@@ -14,6 +14,7 @@ from plugins.vllm.engine.engines import (
     TEXTS,
     assert_ours,
     assert_same_tokens,
+    example_connector,
     generate,
     halfbyte_tokens,
     layers_of,
@@ -158,11 +159,7 @@ def test_prefixes_from_the_cache_change_no_token(tokens: list[list[int]]) -> Non
 @needs_page_specs
 def test_a_connector_brings_back_whole_blocks(tmp_path: Path, tokens: list[list[int]]) -> None:
     """One engine writes pages to disk, a second one reads them."""
-    transfer = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
+    transfer = example_connector(tmp_path)
     prompts = [TEXTS[1] * 4 + text for text in TEXTS]
     options: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": False}
     results, hits = [], []

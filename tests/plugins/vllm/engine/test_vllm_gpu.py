@@ -27,6 +27,7 @@ from plugins.vllm.engine.engines import (
     metrics,
     outputs_of,
     run_apart,
+    tokens_of,
     varied,
 )
 from plugins.vllm.engine.gpu_engines import (
@@ -235,7 +236,7 @@ def test_rings_are_filled_before_a_whole_graph() -> None:
             first = generate(llm, prompts, 24)
             again = outputs_of(llm, prompts, 24)
             assert [output.num_cached_tokens for output in again] == [80, 16, 144, 32]
-            results.append([first, [list(output.outputs[0].token_ids) for output in again]])
+            results.append([first, tokens_of(again)])
     assert results[0] == results[1]
     assert varied(results[0][0])
 

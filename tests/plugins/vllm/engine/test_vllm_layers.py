@@ -13,7 +13,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.platforms import current_platform
 
-from halfbyte.plugins.vllm import layers, register, registry
+from halfbyte.plugins.vllm import layers, register
 from plugins.vllm.engine.engines import TEXTS, vllm_engine
 from plugins.vllm.engine.gpu_engines import assert_alike, scored
 
@@ -131,8 +131,7 @@ def test_which_runs_want_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = SimpleNamespace(to_int=lambda: 90)
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(layers, "uses_halfbyte", lambda config: True)
-    for module in (layers, registry):
-        monkeypatch.setattr(module, "wants_kernels", lambda config, option: True)
+    monkeypatch.setattr(layers, "wants_kernels", lambda config, option: True)
     assert layers.wants_layers(wanted_config())
     assert layers.wants_layers(wanted_config(quantization=None))
     assert layers.wants_layers(wanted_config(is_moe=True))
@@ -150,9 +149,8 @@ def test_which_runs_want_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert layers.wants_layers(wanted_config("on", **fields))
     assert not layers.wants_layers(wanted_config("off"))
     assert not layers.wants_layers(VllmConfig(device_config=DeviceConfig("cpu")))
-    monkeypatch.setattr(registry, "wants_kernels", lambda config, option: False)
-    assert not layers.wants_layers(wanted_config(is_moe=True))
     monkeypatch.setattr(layers, "wants_kernels", lambda config, option: False)
     assert not layers.wants_layers(wanted_config())
+    assert not layers.wants_layers(wanted_config(is_moe=True))
     monkeypatch.setattr(layers, "uses_halfbyte", lambda config: False)
     assert not layers.wants_layers(wanted_config("on"))

@@ -25,7 +25,7 @@ from halfbyte.dispatch import is_installed
 from halfbyte.evaluation.perplexity import evaluate_perplexity, text_windows
 from halfbyte.kernels.runtime.inductor import OVERLAP
 from halfbyte.kvcache import KV_SCALES_FILE
-from halfbyte.plugins.vllm import register, registry
+from halfbyte.plugins.vllm import layers, register
 from halfbyte.plugins.vllm.arguments import check_names
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.registry import has_page_specs, wants_kernels
@@ -36,6 +36,7 @@ from plugins.vllm.engine.engines import (
     CACHE_BYTES,
     TEXTS,
     assert_ours,
+    example_connector,
     generate,
     needs_page_specs,
     run_apart,
@@ -463,11 +464,7 @@ def test_pages_of_other_scales_are_not_found(tmp_path: Path, joined: bool) -> No
         folder.mkdir()
         amax = [tuple(factor * x for x in side) for side in (stored.k_amax, stored.v_amax)]
         scales[factor] = halfbyte.kvcache.KVScales(amax[0], amax[1], "test").save(folder)
-    transfer = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "pages")},
-    }
+    transfer = example_connector(tmp_path / "pages")
     attention: dict[str, Any] = {}
     if joined:
         extra = {"connectors": [transfer]}
@@ -529,7 +526,7 @@ def test_launches_overlap_on_hopper(
         options["attention_backend"] = backend.split()[0]
         monkeypatch.setattr(ModelConfig, "is_moe", property(lambda _: "experts" in backend))
         monkeypatch.setattr(ModelConfig, "is_nvfp4_quantized", lambda _: "NVFP4" in backend)
-        monkeypatch.setattr(registry, "wants_kernels", lambda *_: True)
+        monkeypatch.setattr(layers, "wants_kernels", lambda *_: True)
     config = EngineArgs(model=BUNDLED, max_model_len=128, **options).create_engine_config()
     assert config.compilation_config.inductor_compile_config.get(OVERLAP) is expected
 
