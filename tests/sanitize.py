@@ -43,6 +43,7 @@ from moe.cases import (
     LIMITED,
     assert_close_enough,
     on_gpu,
+    packed_matrices,
     random_experts,
     random_hidden,
     random_routing,
@@ -364,7 +365,6 @@ def experts() -> None:
 
 def tiles() -> None:
     """All tile widths of `moe/cuda/gemm_sm90/`; two experts get no token, or one takes all."""
-    from halfbyte.moe.as_loaded import matrices_of, to_tensors
     from halfbyte.moe.cuda.gemm_sm90.launcher import run
     from halfbyte.moe.cuda.gemm_sm90.plan import TOKENS
 
@@ -372,8 +372,7 @@ def tiles() -> None:
         return
     for name, options in EXPERTS.items():
         made = random_experts(8, 608, 96, **options)
-        tensors = to_tensors(on_gpu(made))
-        matrices = matrices_of(tensors, "gate_up"), matrices_of(tensors, "down")
+        matrices = packed_matrices(on_gpu(made), options["dtype"])
         x = random_hidden(150, 608, options["dtype"])
         one = torch.full((150, 1), 5), torch.ones(150, 1)
         for ids, weights in (random_routing(150, 2, 6), one):

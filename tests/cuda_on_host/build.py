@@ -50,11 +50,9 @@ def tensor_maps_on_host() -> Iterator[None]:
         return BoxMap(address, sizes, (*strides, *[0] * missing), box, dtype.itemsize)
 
     tensor_maps.tensor_map_of_pages.cache_clear()
-    tensor_maps.tensor_map_of_experts.cache_clear()
     with patch.object(tensor_maps, "_encode", encode):
         yield
     tensor_maps.tensor_map_of_pages.cache_clear()
-    tensor_maps.tensor_map_of_experts.cache_clear()
 
 
 def build(

@@ -1,5 +1,6 @@
 """Random experts and routing, expected results in float64, and the tolerance of kernels."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from halfbyte.moe import SWIGLU, ExpertMatrices, GatedActivation, PackedExperts
+from halfbyte.moe.cuda.packed import PackedMatrix, matrix_of_tensors, pack_matrices
 from halfbyte.moe.experts import WeightFormat
 from halfbyte.numerics import block_fp4, nvfp4
 
@@ -148,3 +150,24 @@ def assert_close_enough(
     error = (out.double() - wanted).abs().max()
     allowed = 2 * (usual - wanted).abs().max() + 1e-5 * wanted.abs().max()
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+def packed_matrices(
+    experts: PackedExperts,
+    dtype: torch.dtype,
+    moved: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[PackedMatrix, PackedMatrix]:
+    """gate_up and down in the CUDA kernels' order, for hidden states of a dtype.
+
+    Args:
+        moved: applied to each tensor.
+    """
+    gate_up, down = experts.gate_up, experts.down
+    tensors = pack_matrices("gate_up", gate_up, dtype, experts.activation)
+    tensors |= pack_matrices("down", down, dtype)
+    if moved is not None:
+        tensors = {name: moved(tensor) for name, tensor in tensors.items()}
+    return (
+        matrix_of_tensors("gate_up", tensors, gate_up.n, gate_up.k),
+        matrix_of_tensors("down", tensors, down.n, down.k),
+    )

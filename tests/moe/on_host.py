@@ -4,9 +4,9 @@ import torch
 
 from cuda_on_host import guarded
 from halfbyte.moe import SWIGLU, GatedActivation, PackedExperts
-from halfbyte.moe.as_loaded import MatrixTensors
-from halfbyte.moe.experts import ExpertMatrices, WeightFormat
-from moe.cases import LIMITED, random_experts
+from halfbyte.moe.cuda.packed import PackedMatrix
+from halfbyte.moe.experts import WeightFormat
+from moe.cases import LIMITED, packed_matrices, random_experts
 
 BF16, FP16 = torch.bfloat16, torch.float16
 Kind = tuple[WeightFormat, GatedActivation, bool, torch.dtype]
@@ -25,15 +25,9 @@ def moved(tensor: torch.Tensor) -> torch.Tensor:
     return guarded(raw.shape, torch.uint8).copy_(raw).view(tensor.dtype)
 
 
-def moved_matrices(matrices: ExpertMatrices) -> MatrixTensors:
-    """The tensors of matrices, each `moved`."""
-    scale, bias = matrices.global_scale, matrices.bias
-    return MatrixTensors(
-        moved(matrices.weight),
-        moved(matrices.scales),
-        None if scale is None else moved(scale),
-        None if bias is None else moved(bias),
-    )
+def packed_on_host(experts: PackedExperts, dtype: torch.dtype) -> tuple[PackedMatrix, PackedMatrix]:
+    """`packed_matrices`, each tensor `moved`."""
+    return packed_matrices(experts, dtype, moved)
 
 
 def experts_of(kind: Kind, num_experts: int, h: int, i: int) -> PackedExperts:

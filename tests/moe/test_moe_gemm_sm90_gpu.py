@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from halfbyte.moe import GPT_OSS, SWIGLU, PackedExperts
-from halfbyte.moe.as_loaded import matrices_of, to_tensors
 from halfbyte.moe.cuda.gemm_sm90.launcher import run
 from halfbyte.moe.cuda.gemm_sm90.plan import TOKENS
 from moe.cases import (
     LIMITED,
     assert_close_enough,
     on_gpu,
+    packed_matrices,
     random_experts,
     random_hidden,
     random_routing,
@@ -33,8 +33,7 @@ def product(
     weights: torch.Tensor,
     tokens: int | None = None,
 ) -> torch.Tensor:
-    tensors = to_tensors(experts)
-    matrices = matrices_of(tensors, "gate_up"), matrices_of(tensors, "down")
+    matrices = packed_matrices(experts, hidden.dtype)
     return run(hidden, *matrices, experts.activation, ids, weights, tokens)
 
 

@@ -18,6 +18,7 @@ from moe.cases import (
     random_hidden,
     random_routing,
 )
+from moe.on_host import packed_on_host
 from slow import CAPABILITIES, slow
 
 pytest.importorskip("triton")
@@ -49,17 +50,21 @@ def interpret(
     experts: PackedExperts,
     ids: torch.Tensor,
     weights: torch.Tensor,
+    packed: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """The launcher in the interpreter."""
+    """The launcher in the interpreter; with `packed`, on weights in the CUDA kernels' order."""
     launcher = interpreted("halfbyte.moe.triton_launcher")
 
     def matrices(name: str) -> Any:
         found = getattr(experts, name)
         return launcher.MatrixTensors(found.weight, found.scales, found.global_scale, found.bias)
 
+    both = matrices("gate_up"), matrices("down")
+    if packed:
+        both = packed_on_host(experts, hidden.dtype)
     result: torch.Tensor = launcher.moe_triton(
-        hidden, matrices("gate_up"), matrices("down"), experts.activation, ids, weights, **options
+        hidden, *both, experts.activation, ids, weights, **options
     )
     return result
 
@@ -93,6 +98,35 @@ def test_sizes_that_fill_no_tile() -> None:
     hidden = random_hidden(20, 80)
     out = interpret(hidden, experts, ids.int(), weights, tiles=pair(Tiles(16, 32, 64, 4, 2)))
     assert_close_enough(out, hidden, experts, ids, weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (KINDS[0], torch.bfloat16),
+        (KINDS[1], torch.float16),
+        (KINDS[2], torch.bfloat16),
+        slow(KINDS[1], torch.bfloat16),
+    ],
+    ids=["swiglu", "limited-fp16", "mxfp4", "limited"],
+)
+@pytest.mark.parametrize(("h", "i"), [(96, 32), slow(192, 160)])
+def test_packed_weights_give_the_bits_of_those_as_loaded(
+    kind: Any, dtype: torch.dtype, h: int, i: int
+) -> None:
+    """Also of subnormal scales, and of blocks with scale 0."""
+    weight_format, activation, bias = kind
+    options: Any = {"activation": activation, "bias": bias, "dtype": dtype}
+    experts = random_experts(3, h, i, weight_format=weight_format, **options)
+    if weight_format == "nvfp4":
+        scales = experts.gate_up.scales.view(torch.uint8)
+        scales[:, 1::4] = torch.arange(scales.shape[2], dtype=torch.uint8) % 8
+    ids, weights = random_routing(20, 2, 3)
+    arguments = random_hidden(20, h, dtype), experts, ids, weights
+    expected = interpret(*arguments, tiles=pair(Tiles(16, 32, 64, 4, 2)))
+    assert torch.equal(
+        interpret(*arguments, packed=True, tiles=pair(Tiles(16, 32, 64, 4, 2))), expected
+    )
 
 
 def test_many_tiles_of_one_expert() -> None:
@@ -183,7 +217,9 @@ def test_max_tiles_is_reached() -> None:
     assert max_tiles(5, 1, 4) == 2
 
 
-def product_of(experts: PackedExperts, gated: bool) -> ProductKey:
+def product_of(
+    experts: PackedExperts, gated: bool, packed_for: torch.dtype | None = None
+) -> ProductKey:
     matrices = experts.gate_up if gated else experts.down
     scale = matrices.global_scale
     return ProductKey(
@@ -192,6 +228,7 @@ def product_of(experts: PackedExperts, gated: bool) -> ProductKey:
         0 if scale is None else scale.shape[1],
         2048,
         matrices.bias is not None,
+        packed_for,
     )
 
 
@@ -209,9 +246,12 @@ def product_of(experts: PackedExperts, gated: bool) -> ProductKey:
         slow(torch.float32, KINDS[1], 8),
     ],
 )
+@pytest.mark.parametrize("packed", [slow(False), True])
 def test_compiles_without_spills(
-    dtype: torch.dtype, kind: Any, num_pairs: int, capability: int
+    dtype: torch.dtype, kind: Any, num_pairs: int, packed: bool, capability: int
 ) -> None:
+    if packed and dtype == torch.float32:
+        pytest.skip("packed for 16 bits")
     weight_format, activation, bias = kind
     experts = random_experts(1, weight_format=weight_format, activation=activation, bias=bias)
     tiles = choose_tiles(num_pairs, 128, dtype, capability, False)
@@ -226,7 +266,7 @@ def test_compiles_without_spills(
         usage = compile_kernel(
             grouped_kernel,
             types,
-            kernel_constants(dtype, product_of(experts, gated), own),
+            kernel_constants(dtype, product_of(experts, gated, dtype if packed else None), own),
             capability,
             num_warps=own.num_warps,
             num_stages=own.num_stages,

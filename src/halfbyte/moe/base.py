@@ -151,6 +151,11 @@ class OperatorKernel(MoeKernel):
     parts: ClassVar[tuple[str, ...]]
     """Names of these tensors without `gate_up_` and `down_`; None for those that a layer lacks."""
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Further arguments of the operator."""
+        return {}
+
     def apply(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -166,6 +171,7 @@ class OperatorKernel(MoeKernel):
             topk_ids=topk_ids,
             topk_weights=topk_weights,
             **{name: tensors.get(name) for name in names},
+            **self.options,
             alpha=activation.alpha,
             limit=activation.limit,
             up_offset=activation.up_offset,

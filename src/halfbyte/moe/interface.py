@@ -1,10 +1,14 @@
 """`moe_experts`: the experts of a mixture-of-experts layer, after its router."""
 
+import os
+
 import torch
 
+from halfbyte.dispatch import on_this_machine
+from halfbyte.moe.as_loaded import AsLoadedKernel
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.experts import PackedExperts
-from halfbyte.moe.registry import init_moe_kernel
+from halfbyte.moe.registry import BACKEND_VARIABLE, MOE_BACKENDS, init_moe_kernel
 
 _IDS = (torch.int32, torch.int64)
 _WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
@@ -21,8 +25,9 @@ def moe_experts(
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, see `moe/base.py`.
 
-    A kernel that repacks weights (`cpu`) does so in every call of this function; `NvFp4Experts`
-    does it once.
+    A kernel that repacks weights (`cuda`, `cpu`) does so in every call of this function;
+    `NvFp4Experts` does it once. That takes longer than a call, so on a GPU the default is a kernel
+    that uses weights as loaded.
 
     Args:
         hidden: float32, float16 or bfloat16 `[M, H]`, M >= 0.
@@ -30,7 +35,8 @@ def moe_experts(
         topk_ids: int32 or int64 `[M, top_k]`, any top_k >= 1. Ids outside `0 .. E-1` add nothing.
         topk_weights: floating point `[M, top_k]`, used as given.
         batch_invariant: a token's bits do not depend on the other tokens.
-        backend: a name of `MOE_BACKENDS`; by default the first that supports the layer.
+        backend: a name of `MOE_BACKENDS`; by default that of the environment variable, else the
+            first that supports the layer, on a GPU without repacking it.
 
     Returns:
         `[M, H]` of the dtype of `hidden`.
@@ -40,8 +46,19 @@ def moe_experts(
         NoImplementationError: no backend, or not the requested one, can do the work.
     """
     check_arguments(hidden, experts.hidden_size, experts.device, topk_ids, topk_weights)
-    kernel = init_moe_kernel(MoeConfig.of(experts, hidden.dtype, batch_invariant), backend)
+    config = on_this_machine(MoeConfig.of(experts, hidden.dtype, batch_invariant))
+    if backend is None and hidden.is_cuda and BACKEND_VARIABLE not in os.environ:
+        backend = _without_repacking(config)
+    kernel = init_moe_kernel(config, backend)
     return kernel.apply(kernel.prepare(experts), hidden, topk_ids, topk_weights)
+
+
+def _without_repacking(config: MoeConfig) -> str | None:
+    """The first backend that supports a layer with its weights as loaded."""
+    for verdict in MOE_BACKENDS.explain(config, config.compute_capability):
+        if verdict.usable and issubclass(MOE_BACKENDS.get(verdict.name), AsLoadedKernel):
+            return verdict.name
+    return None
 
 
 def check_arguments(

@@ -26,6 +26,7 @@ from halfbyte.kernels.formats.decode import (
 )
 from halfbyte.linear.w4a16.triton_kernel import Tiles, decode_weights, place_in_grid
 from halfbyte.moe.experts import BLOCK_SIZES, GatedActivation, WeightFormat
+from halfbyte.moe.triton_packed import load_packed, packed_places, packed_tile_bytes
 
 _SHARED_WEIGHTS = 8
 """Tiles of tokens that run next to each other, so that they share weights in L2."""
@@ -134,12 +135,15 @@ def grouped_kernel(
     tile_k: tl.constexpr,
     alignment: tl.constexpr,
     shared_weights: tl.constexpr,
+    is_packed: tl.constexpr,
+    for_float16: tl.constexpr,
 ):
     """Computes a tile of the output; 1-D grid, constants from `kernel_constants`.
 
     Args:
         x: `[M, k]` if gated, rows by token; else `[pairs, k]`, rows by sorted pair.
         weight, scales: uint8 `[E, N, k/2]` and `[E, N, k/block]`; N is 2 * n if gated, else n.
+            Where `is_packed`, weight is in the order of `cuda/packed.py`, and scales are not read.
         global_scale: float32 `[E, parts]`, read where `parts`.
         bias: `[E, N]`, read where `has_bias`.
         out: `[pairs, n]`, rows by sorted pair if gated, else by pair; written.
@@ -171,12 +175,16 @@ def grouped_kernel(
     else:
         row = expert * n + columns
         row_up = row
-    row_bytes = tl.multiple_of(k // 2, alignment * (block // 2))
-    row_blocks = tl.multiple_of(k // block, alignment)
-    packed_ptr = weight + row[:, None] * row_bytes + bytes_
-    scale_ptr = scales + row[:, None] * row_blocks + blocks
-    up_ptr = weight + row_up[:, None] * row_bytes + bytes_
-    up_scale_ptr = scales + row_up[:, None] * row_blocks + blocks
+    if is_packed:
+        place, g, is_lower, places = packed_places(columns, n, gated)
+        own = weight + (expert * places + place) * packed_tile_bytes(k, block)
+    else:
+        row_bytes = tl.multiple_of(k // 2, alignment * (block // 2))
+        row_blocks = tl.multiple_of(k // block, alignment)
+        packed_ptr = weight + row[:, None] * row_bytes + bytes_
+        scale_ptr = scales + row[:, None] * row_blocks + blocks
+        up_ptr = weight + row_up[:, None] * row_bytes + bytes_
+        up_scale_ptr = scales + row_up[:, None] * row_blocks + blocks
 
     acc = tl.zeros((tile_m, tile_n), tl.float32)
     acc_up = tl.zeros((tile_m, tile_n), tl.float32)
@@ -188,15 +196,41 @@ def grouped_kernel(
             x_mask = x_mask & (ks < left * block)
             w_mask = w_mask & (bytes_ < left * (block // 2))
             s_mask = s_mask & (blocks < left)
-        packed = tl.load(packed_ptr + start // 2, mask=w_mask, other=0)
-        factors = tl.load(scale_ptr + start // block, mask=s_mask, other=0)
+        if is_packed:
+            packed, factors = load_packed(
+                tile=own,
+                g=g,
+                is_lower=is_lower,
+                live=live_columns,
+                start=start,
+                k=k,
+                float16=for_float16,
+                block=block,
+                size=tile_k,
+            )
+        else:
+            packed = tl.load(packed_ptr + start // 2, mask=w_mask, other=0)
+            factors = tl.load(scale_ptr + start // block, mask=s_mask, other=0)
         values = tl.load(x + start, mask=x_mask, other=0.0).to(operand)
         decoded = _decode(packed, factors, block == 32, operand, ptx)
         # float32 operands: TF32x3, as accurate as float32 sums.
         acc = tl.dot(values, tl.trans(decoded), acc, input_precision="tf32x3")
         if gated:
-            packed = tl.load(up_ptr + start // 2, mask=w_mask, other=0)
-            factors = tl.load(up_scale_ptr + start // block, mask=s_mask, other=0)
+            if is_packed:
+                packed, factors = load_packed(
+                    tile=own,
+                    g=g,
+                    is_lower=is_lower + 1,
+                    live=live_columns,
+                    start=start,
+                    k=k,
+                    float16=for_float16,
+                    block=block,
+                    size=tile_k,
+                )
+            else:
+                packed = tl.load(up_ptr + start // 2, mask=w_mask, other=0)
+                factors = tl.load(up_scale_ptr + start // block, mask=s_mask, other=0)
             decoded = _decode(packed, factors, block == 32, operand, ptx)
             acc_up = tl.dot(values, tl.trans(decoded), acc_up, input_precision="tf32x3")
 
@@ -208,8 +242,8 @@ def grouped_kernel(
     if has_bias:
         acc += tl.load(bias + row, mask=live_columns, other=0.0).to(tl.float32)[None, :]
         if gated:
-            own = tl.load(bias + row_up, mask=live_columns, other=0.0).to(tl.float32)
-            acc_up += own[None, :]
+            up_bias = tl.load(bias + row_up, mask=live_columns, other=0.0).to(tl.float32)
+            acc_up += up_bias[None, :]
     if gated:
         if limit > 0:  # comparisons that keep NaN
             acc = tl.where(acc > limit, limit, acc)
@@ -235,6 +269,8 @@ class ProductKey(NamedTuple):
         parts: global scales per expert, 0 for mxfp4.
         k: K; only the largest power of two that divides it matters.
         has_bias: whether a bias is added.
+        packed_for: dtype of the activations for which weights are in the order of
+            `cuda/packed.py`; None if they are as loaded.
     """
 
     activation: GatedActivation | None
@@ -242,6 +278,7 @@ class ProductKey(NamedTuple):
     parts: int
     k: int
     has_bias: bool
+    packed_for: torch.dtype | None = None
 
 
 def kernel_constants(
@@ -282,4 +319,6 @@ def kernel_constants(
         "tile_k": tiles.k,
         "alignment": gcd(product.k, tiles.k) // block,
         "shared_weights": _SHARED_WEIGHTS,
+        "is_packed": product.packed_for is not None,
+        "for_float16": product.packed_for == torch.float16,
     }

@@ -9,6 +9,7 @@ from halfbyte.dispatch import compute_capability_of
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.linear.w4a16.triton_kernel import Tiles
 from halfbyte.moe.as_loaded import MatrixTensors
+from halfbyte.moe.cuda.packed import PackedMatrix
 from halfbyte.moe.experts import GatedActivation, WeightFormat
 from halfbyte.moe.triton_kernel import (
     ProductKey,
@@ -22,8 +23,8 @@ from halfbyte.moe.triton_routing import Routing, sort_pairs, sum_results
 
 def moe_triton(
     hidden: torch.Tensor,
-    gate_up: MatrixTensors,
-    down: MatrixTensors,
+    gate_up: MatrixTensors | PackedMatrix,
+    down: MatrixTensors | PackedMatrix,
     activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -37,7 +38,7 @@ def moe_triton(
 
     Args:
         hidden: bfloat16, float16 or float32 `[M, H]`, contiguous.
-        gate_up, down: of the experts.
+        gate_up, down: of the experts, as loaded, or packed for the dtype of `hidden`.
         activation: of the experts.
         topk_ids, topk_weights: `[M, top_k]`, contiguous.
         batch_invariant: whether a token's bits must not depend on the other tokens.
@@ -47,7 +48,7 @@ def moe_triton(
         `[M, H]` of the dtype of `hidden`.
     """
     interpreted = not hidden.is_cuda
-    num_experts, num_pairs = gate_up.weight.shape[0], topk_ids.numel()
+    num_experts, num_pairs = gate_up[0].shape[0], topk_ids.numel()
     if num_pairs == 0:
         return torch.empty_like(hidden)
     tiles = tiles or choose_tiles(
@@ -68,7 +69,7 @@ def moe_triton(
 
 def _launch(
     x: torch.Tensor,
-    matrices: MatrixTensors,
+    matrices: MatrixTensors | PackedMatrix,
     activation: GatedActivation | None,
     routing: Routing,
     top_k: int,
@@ -78,12 +79,17 @@ def _launch(
 ) -> torch.Tensor:
     """`[pairs, n]` of the first product (by sorted pair), or without activation of the second."""
     interpreted, dtype = not x.is_cuda, dtype or x.dtype
-    weight, scales, global_scale, bias = matrices
-    n, k = weight.shape[1], 2 * weight.shape[2]
+    global_scale, bias = matrices.global_scale, matrices.bias
+    if isinstance(matrices, PackedMatrix):
+        weight, scales, packed_for = matrices.packed, matrices.packed, dtype
+        n, k = matrices.n, matrices.k
+    else:
+        weight, scales, packed_for = matrices.weight, matrices.scales, None
+        n, k = weight.shape[1], 2 * weight.shape[2]
     n = n if activation is None else n // 2
     parts = 0 if global_scale is None else global_scale.shape[1]
     weight_format: WeightFormat = "mxfp4" if global_scale is None else "nvfp4"
-    product = ProductKey(activation, weight_format, parts, k, bias is not None)
+    product = ProductKey(activation, weight_format, parts, k, bias is not None, packed_for)
     constants = kernel_constants(dtype, product, tiles, interpreted)
     narrow = interpreted and dtype == torch.bfloat16
     out = x.new_empty((routing.pairs.shape[0], n), dtype=torch.float32 if narrow else dtype)

@@ -20,13 +20,13 @@ from halfbyte.moe.cuda import launcher as moe
 from halfbyte.moe.cuda import sums
 from halfbyte.moe.cuda.gemm_sm90 import launcher as moe_gemm
 from moe.cases import random_hidden, random_routing
-from moe.on_host import BF16, KINDS, experts_of, moved_matrices
+from moe.on_host import BF16, KINDS, experts_of, packed_on_host
 
 SM_BYTES = 228 * 1024
 H200 = Gpu(90, SM_BYTES - RESERVED_BYTES, 132, 66)
 CACHED: tuple[Any, ...] = (
     *(gemv._gemv_kernels, moe._product_kernel, moe._plan),
-    *(moe_gemm._kernel_of, moe_gemm._gemm_kernel, moe_gemm._map, moe_gemm._weight_map),
+    *(moe_gemm._kernel_of, moe_gemm._gemm_kernel, moe_gemm._map),
 )
 
 
@@ -118,7 +118,7 @@ def test_experts(
 
     monkeypatch.setattr(launcher, maker, recorded)
     experts = experts_of(KINDS["swiglu"], 3, 288, 160)
-    matrices = moved_matrices(experts.gate_up), moved_matrices(experts.down)
+    matrices = packed_on_host(experts, BF16)
     routing = random_routing(9, 1, 3)
     launcher.run(random_hidden(9, 288, BF16), *matrices, experts.activation, *routing)
     (found,) = (launch for launch in launches.values() if launch.ctas_per_sm)

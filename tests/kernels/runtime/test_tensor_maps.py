@@ -7,12 +7,10 @@ import torch
 
 from halfbyte.kernels.runtime import tensor_maps
 from halfbyte.kernels.runtime.tensor_maps import (
-    ExpertRows,
     box_rows,
     row_stride,
     tensor_map,
     tensor_map_of_boxes,
-    tensor_map_of_experts,
     tensor_map_of_pages,
 )
 
@@ -75,16 +73,3 @@ def test_strides_are_in_bytes() -> None:
     assert matrix == (4096, (192, 10), (400,), (64, 32), bf16)
     assert boxes == (4096, (64, 10, 3), (400, 128), (64, 32, 3), bf16)
     assert pages == (4096, (64, 36, 7), (64, 4608), (64, 36, 1), torch.uint8)
-
-
-def test_rows_of_parts_of_experts() -> None:
-    """Parts one behind the other, or with alternating rows."""
-    experts = tensor_map_of_experts.__wrapped__
-    with patch.object(tensor_maps, "_encode", lambda *told: told):
-        halves = experts(4096, ExpertRows(96, 64, 2, 5), 16, 64)
-        turns = experts(4096, ExpertRows(96, 64, 2, 5, interleaved=True), 16, 64)
-        alone = experts(4096, ExpertRows(96, 64, 1, 5), 32, 128)
-    sizes, box, uint8 = (96, 64, 2, 5), (64, 16, 2, 1), torch.uint8
-    assert halves == (4096, sizes, (96, 96 * 64, 96 * 128), box, uint8)
-    assert turns == (4096, sizes, (192, 96, 96 * 128), box, uint8)
-    assert alone == (4096, (96, 64, 1, 5), (96, 96 * 64, 96 * 64), (128, 32, 1, 1), uint8)

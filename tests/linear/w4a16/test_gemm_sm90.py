@@ -13,7 +13,8 @@ from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory
 from halfbyte.linear.w4a16.gemm_sm90 import launcher as gemm
 from halfbyte.linear.w4a16.gemm_sm90.plan import SWIGLU_TILES, TILES, GemmPlan, Tile, make_plan
-from halfbyte.linear.w4a16.packed_weight import DTYPES, TILE_K, TILE_N
+from halfbyte.linear.w4a16.packed_weight import TILE_K, TILE_N
+from halfbyte.linear.w4a16.packed_words import DTYPES
 from linear.gpus import H200
 from linear.w4a16.test_gemm_sm90_plan import WEIGHTS
 from machine_code import compiled, disassembled, stack_bytes, used

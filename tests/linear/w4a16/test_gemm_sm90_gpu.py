@@ -7,7 +7,8 @@ import torch
 
 from halfbyte.linear.w4a16.gemm_sm90 import launcher as gemm
 from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan, Tile, make_plan
-from halfbyte.linear.w4a16.packed_weight import DTYPES, pack_weight
+from halfbyte.linear.w4a16.packed_weight import pack_weight
+from halfbyte.linear.w4a16.packed_words import DTYPES
 from halfbyte.numerics import nvfp4
 from linear.gpus import H200
 from linear.w4a16.gemm_tiles import DIFFERENT

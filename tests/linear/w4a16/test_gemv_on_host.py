@@ -15,7 +15,8 @@ from cuda_on_host import guarded
 from halfbyte.linear.w4a16.dequant import launcher as linear_unpack
 from halfbyte.linear.w4a16.gemv import launcher as linear
 from halfbyte.linear.w4a16.gemv.plan import GemvPlan, Gpu, k_blocks, make_plan, row_units
-from halfbyte.linear.w4a16.packed_weight import DTYPES, PackedWeight
+from halfbyte.linear.w4a16.packed_weight import PackedWeight
+from halfbyte.linear.w4a16.packed_words import DTYPES
 from linear.gpus import RTX_3090
 from linear.w4a16.test_w4a16_packed_weight import dequantized, packed_weight
 from slow import one_in

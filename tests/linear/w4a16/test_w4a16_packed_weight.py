@@ -7,13 +7,12 @@ import torch
 
 from halfbyte.linear.w4a16.gemv.plan import GemvPlan, make_plan
 from halfbyte.linear.w4a16.packed_weight import (
-    DTYPES,
     ROW_SCALE,
     PackedWeight,
     pack_weight,
-    pairs_of_word,
     unpack_weight,
 )
+from halfbyte.linear.w4a16.packed_words import DTYPES, pairs_of_word
 from halfbyte.numerics import e2m1, e4m3, nvfp4
 from linear.gpus import H200
 from machine_code import assert_copies_have_descriptors, compiled, disassembled

@@ -17,19 +17,10 @@ __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
-__device__ __forceinline__ void copy4(u32 to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
-}
-
 // Copies 16 bytes, or writes zeros.
 __device__ __forceinline__ void copy16_or_zeros(u32 to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(exists ? 16 : 0));
-}
-
-// Copies the first `bytes` (0 to 4) of 4 bytes and writes zeros for the others.
-__device__ __forceinline__ void copy4_or_zeros(u32 to, const u8* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -2,7 +2,6 @@
 
 import ctypes
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
@@ -85,50 +84,6 @@ def tensor_map_of_pages(
     """
     sizes, box = (row_bytes, rows, pages), (row_bytes, rows, 1)
     return _encode(address, sizes, (row_bytes, stride), box, torch.uint8)
-
-
-class ExpertRows(NamedTuple):
-    """Rows of bytes of the matrices of all experts, for `tensor_map_of_experts`."""
-
-    row_bytes: int
-    """A multiple of 16."""
-    rows: int
-    """Rows of a part of an expert's matrix."""
-    parts: int
-    """Parts of an expert's matrix, such as gate and up."""
-    experts: int
-    interleaved: bool = False
-    """Whether rows of the parts alternate."""
-
-
-@lru_cache(maxsize=4096)
-def tensor_map_of_experts(
-    address: int, matrices: ExpertRows, rows: int, box_bytes: int
-) -> TensorMap:
-    """Tensor map of `matrices` with boxes of `box_bytes` bytes of `rows` rows of each part of one
-    expert.
-
-    Its dimensions are bytes, rows, parts and experts. Bytes beyond them are read as zeros. The
-    swizzle is that of `box_bytes`.
-
-    Args:
-        address: of the first byte, a multiple of 16.
-        rows: of a part in a box.
-        box_bytes: 32, 64 or 128.
-
-    Raises:
-        RuntimeError: the driver refuses it.
-    """
-    row_bytes, height, parts, experts, interleaved = matrices
-    row, part = (parts, 1) if interleaved else (1, height)
-    strides = (row * row_bytes, part * row_bytes, parts * height * row_bytes)
-    return _encode(
-        address,
-        (row_bytes, height, parts, experts),
-        strides,
-        (box_bytes, rows, parts, 1),
-        torch.uint8,
-    )
 
 
 def _encode(

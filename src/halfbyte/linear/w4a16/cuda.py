@@ -25,13 +25,8 @@ from halfbyte.linear.w4a16.gemv.launcher import compile_gemv, gemv_product
 from halfbyte.linear.w4a16.gemv.plan import MAX_K, Gpu
 from halfbyte.linear.w4a16.gemv.plan import make_plan as make_gemv_plan
 from halfbyte.linear.w4a16.gpu import gpu_of
-from halfbyte.linear.w4a16.packed_weight import (
-    DTYPES,
-    TILE_K,
-    PackedWeight,
-    pack_weight,
-    unpack_weight,
-)
+from halfbyte.linear.w4a16.packed_weight import TILE_K, PackedWeight, pack_weight, unpack_weight
+from halfbyte.linear.w4a16.packed_words import DTYPES
 from halfbyte.linear.w4a16.row_scaled import RowScaledKernel
 
 _OLDEST = 80

@@ -8,7 +8,7 @@ from halfbyte.dispatch import compute_capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import num_sms
 from halfbyte.linear.w4a16.gemv.plan import PAIR, Gpu
-from halfbyte.linear.w4a16.packed_weight import DTYPES
+from halfbyte.linear.w4a16.packed_words import DTYPES
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,5 @@
-// One of the two products of a mixture-of-experts layer, for few tokens per expert; weights as loaded, NVFP4 or MXFP4.
+// One of the two products of a mixture-of-experts layer, for few tokens per expert; NVFP4 or MXFP4 weights in
+// the order of packed.py.
 //
 //   GATED      middle[pair, f] = activation(gate_f x[token of pair], up_f x[token of pair]), of the pair's expert
 //   otherwise  out[pair, n] = weight of the pair * (W_n middle[pair] + bias_n)
@@ -9,12 +10,12 @@
 //   Work       The grid is persistent; every CTA lists the experts that are hit (routing.cuh). A unit is
 //              GROUPS tiles of 16 rows of one expert's matrix, for the pairs of an entry; a CTA has a range of
 //              consecutive units. A tile is computed by a group of SPLIT warps, which split its k: warp i has items
-//              i, i + SPLIT, ... of ITEM_K.
+//              i, i + SPLIT, ...
 //   Operands   m16n8k16: A = 16 rows of W, unpacked in registers; B = 8 columns, the tokens. In a gated tile, rows
 //              0 to 7 are of gate and rows 8 to 15 the same ones of up: the activation needs no other lane.
-//   Loads      cp.async into a ring per warp, without barriers. The ring runs ahead over units and entries. The second
-//              product starts copying before the first has ended (programmatic dependent launch): it needs its
-//              results only as x.
+//   Loads      cp.async into a ring per warp, without barriers; an item is one piece of memory. The ring runs ahead over
+//              units and entries. The second product starts copying before the first has ended (programmatic dependent
+//              launch): it needs its results only as x.
 //   Sums       of a group's warps are added in shared memory in order of k. How k is shared depends on shapes alone, so
 //              that a token's bits do not depend on the other tokens' values and routes.
 //
@@ -24,35 +25,37 @@
 //   N, K                  of an expert's matrix: N a multiple of 16, K of 32
 //   COLUMN_TILES          8 columns each: 1 or 2
 //   SPLIT, GROUPS         warps of a group, groups of a CTA
-//   PARTS                 of 256 k in an item
+//   PARTS                 of 128 k in an item
 //   STAGES, CTAS          items in a ring, CTAs per SM
 
 #include "moe/cuda/loader.cuh"
 #include "moe/cuda/tokens.cuh"
-#include "moe/cuda/values.cuh"
 
 #define SUM_BYTES (COLUMN_TILES * 512)  // of a warp's sums of a tile
 
 // What a group's result needs besides sums, loaded before the sums are there.
 struct Vectors {
-  int rows[2];  // of this lane: g and g + 8 of the tile
+  int row;      // of this lane's first sums: its channel if GATED
+  bool exists;  // whether the expert has such a channel
   float scale[2], bias[2];
 
   __device__ __forceinline__ void load(const Params& p, int expert, int tile) {
     const int g = (threadIdx.x & 31) / 4;
+    row = GATED ? tile / 8 * 64 + tile % 8 * 2 + g / 2 * 16 + g % 2 : tile * 16 + g;
+    exists = !GATED || CHANNELS % 64 == 0 || row < CHANNELS;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      rows[i] = row_of_tile(tile, g + 8 * i);
-      const int part = i * (p.parts - 1);
-      scale[i] = OPERAND_SCALE * (p.global_scale ? p.global_scale[expert * p.parts + part] : 1.0f);
-      bias[i] = p.bias ? number_at(p.bias, (u64)expert * N + rows[i], p.bias_dtype) : 0.0f;
+      scale[i] = OPERAND_SCALE * (p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f);
+      const int loaded = !GATED ? row + 8 * i : INTERLEAVED ? 2 * row + i : row + i * CHANNELS;
+      bias[i] = p.bias && exists ? number_at(p.bias, (u64)expert * N + loaded, p.bias_dtype) : 0.0f;
     }
   }
 };
 
 // Writes a tile of the result from its sums: columns 2 t and 2 t + 1 of this lane's rows.
-__device__ __forceinline__ void store_tile(const Params& p, const Routing& routing, const Vectors& v, int tile,
-                                           int count, const float (*sums)[4]) {
+__device__ __forceinline__ void store_tile(const Params& p, const Routing& routing, const Vectors& v, int count,
+                                           const float (*sums)[4]) {
+  if (!v.exists) return;
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int i = 0; i < COLUMN_TILES; i++) {
@@ -63,58 +66,46 @@ __device__ __forceinline__ void store_tile(const Params& p, const Routing& routi
       const u64 pair = routing.own_pairs[column];
       const float upper = fmaf(sums[i][j], v.scale[0], v.bias[0]), lower = fmaf(sums[i][2 + j], v.scale[1], v.bias[1]);
 #if GATED
-      p.out[pair * (N / 2) + tile * 8 + lane / 4] = (u16)pack_pair(p.activation(upper, lower), 0.0f);
+      p.out[pair * CHANNELS + v.row] = (u16)pack_pair(p.activation(upper, lower), 0.0f);
 #else
       const float weight = routing.own_weights[column];
-      p.out[pair * N + v.rows[0]] = (u16)pack_pair(upper * weight, 0.0f);
-      p.out[pair * N + v.rows[1]] = (u16)pack_pair(lower * weight, 0.0f);
+      p.out[pair * N + v.row] = (u16)pack_pair(upper * weight, 0.0f);
+      p.out[pair * N + v.row + 8] = (u16)pack_pair(lower * weight, 0.0f);
 #endif
     }
   }
 }
 
-// A lane's values of a part of an item, 16 rows x PART_K.
+// A lane's values of a part, 16 rows x 128 k.
 struct Part {
-  uint4 words[2][2];  // by row (g, g + 8) and half of k
-  Scales scales[2];   // by half of k
+  uint4 words[2];  // of each chunk: two of row g, two of row g + 8
+  Scales scales;
 
-  // `slot` is the item in shared memory, `shifts` where rows of scales begin, `left` how many k exist from here on.
-  __device__ __forceinline__ void load(const u8* slot, int part, const u32* shifts, int left) {
+  // `from` is the part in shared memory.
+  __device__ __forceinline__ void load(u32 from, u32 exponent) {
     const int lane = threadIdx.x & 31;
-    const u32 weights = shared_address(slot) + part * PART_WEIGHTS + lane * 16;
-    const u8* scales_at = slot + ITEM_WEIGHTS + part * (PART_K / BLOCK);
-    const u8* upper = scales_at + lane / 4 * SCALE_ROW_BYTES + shifts[0];
-    const u8* lower = scales_at + (lane / 4 + 8) * SCALE_ROW_BYTES + shifts[1];
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from + scale_offset(lane)));
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      words[0][half] = load16(weights + half * 512);
-      words[1][half] = load16(weights + half * 512 + 1024);
-      // Beyond K lie the next row's scales, which may be NaN.
-      const bool exists = !IS_RAGGED || half * 128 + lane % 4 * 32 < left;
-#if MX
-      const int at = half * 4 + lane % 4;
-      scales[half].unpack(exists ? upper[at] : 0, exists ? lower[at] : 0);
-#else
-      const int at = half * 8 + lane % 4 * 2;
-      scales[half].unpack(exists ? *(const u16*)(upper + at) : 0, exists ? *(const u16*)(lower + at) : 0);
-#endif
-    }
+    for (int i = 0; i < 2; i++) words[i] = load16(from + SCALE_BYTES + i * CHUNK_BYTES + lane * 16);
+    scales.unpack(word, exponent);
   }
 
   // `x_at`: where this lane's bytes of its row of x begin, for each tile of columns.
-  __device__ __forceinline__ void multiply(float (*acc)[4], const u8* const* x_at, u32 offset, int count) const {
+  __device__ __forceinline__ void multiply(float (*acc)[4], const u8* const* x_at, u32 offset, int count,
+                                           bool has_both) const {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const u32 upper[4] = {words[0][half].x, words[0][half].y, words[0][half].z, words[0][half].w};
-      const u32 lower[4] = {words[1][half].x, words[1][half].y, words[1][half].z, words[1][half].w};
+    for (int chunk = 0; chunk < 2; chunk++) {
+      if (chunk == 1 && !has_both) break;
+      const u32 upper[2] = {words[chunk].x, words[chunk].y}, lower[2] = {words[chunk].z, words[chunk].w};
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
+      for (int j = 0; j < 2; j++) {
         u32 a[2][4];
-        scales[half].operands(a, upper[j], lower[j], j);
+        scales.operands(a, upper[j], lower[j], chunk);
 #pragma unroll
         for (int i = 0; i < COLUMN_TILES; i++) {
           if (i > 0 && count <= 8 * i) break;
-          const uint4 x = *(const uint4*)(x_at[i] + offset + half * 256 + j * 64);
+          const uint4 x = *(const uint4*)(x_at[i] + offset + chunk * 128 + j * 64);
           matmul(acc[i], a[0], x.x, x.y);
           matmul(acc[i], a[1], x.z, x.w);
         }
@@ -155,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
   allow_next();
 #endif
 
+  const u32 exponent = p.max_entries > 0 ? SCALE_EXPONENT : 0;
   int at_entry = -1, count = 0, slot = 0, turn = 0;
   const u8* x_at[COLUMN_TILES];
   for (int unit = begin; unit < end; unit++) {
@@ -174,12 +166,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
     }
     const int tile = tile_of_unit(unit, group);
     if (TILES % GROUPS && tile >= TILES) continue;
-    u32 shifts[2] = {};
-    if (!SCALES_ARE_ALIGNED) {
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        shifts[i] = ((u32)(u64)p.scales + (entry.expert * N + row_of_tile(tile, lane / 4 + 8 * i)) * ROW_SCALES) & 3;
-    }
     // The warps of a group take turns in writing results.
     const bool finishes = turn % SPLIT == split;
     Vectors vectors;
@@ -187,20 +173,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
     float acc[COLUMN_TILES][4] = {};
 #pragma unroll 1
     for (int i = split; i < ITEMS; i += SPLIT) {
-      const u8* from = ring + slot * ITEM_BYTES;
+      const u32 from = shared_address(ring) + slot * ITEM_BYTES;
       wait_for_copies<STAGES - 1>();
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < PARTS; j++) {
-        const int k = i * ITEM_K + j * PART_K;
-        const bool is_last = j == PARTS - 1 || (IS_RAGGED && k + PART_K >= K);
+        const int at = i * PARTS + j;
+        const bool is_last = j == PARTS - 1 || (IS_RAGGED && at == PARTS_OF_K - 1);
         Part part;
-        part.load(from, j, shifts, K - k);
+        part.load(from + j * PART_BYTES, exponent);
         if (is_last) {
           __syncwarp();  // all lanes have read the item
-          loader.step(shared_address(from));
+          loader.step(from);
         }
-        part.multiply(acc, x_at, k * 2, count);
+        part.multiply(acc, x_at, at * (PART_K * 2), count, CHUNKS_OF_K % 2 == 0 || at < PARTS_OF_K - 1);
         if (is_last) break;
       }
       slot = slot == STAGES - 1 ? 0 : slot + 1;
@@ -224,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
         }
       }
     }
-    if (finishes) store_tile(p, routing, vectors, tile, count, acc);
+    if (finishes) store_tile(p, routing, vectors, count, acc);
     turn++;
   }
 }

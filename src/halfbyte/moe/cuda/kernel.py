@@ -1,54 +1,78 @@
-"""CUDA C++ for experts on the weights as loaded: from SM80 a streaming kernel for few tokens per
-expert, on SM90 also a `wgmma` GEMM for more; otherwise Triton's.
+"""CUDA C++ for experts, packed at load (`packed.py`): from SM80 a streaming kernel for few tokens
+per expert, on SM90 also a `wgmma` GEMM for more; otherwise Triton's.
 
 Shapes alone decide (`_variant`), so that a call can be captured in a CUDA graph. The variants sum
 in different orders, so batch-invariant layers are left to the backend `triton`. `launcher.py` and
 `gemm_sm90/launcher.py` launch them; the second also uses functions of the first."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
 
 from halfbyte.dispatch import Answer, missing_module
+from halfbyte.linear.ops import linear_op
+from halfbyte.linear.tensors import matrix_of
 from halfbyte.linear.w4a16.gpu import gpu_of
-from halfbyte.moe.as_loaded import AsLoadedKernel, MatrixTensors, as_loaded_op, matrices_of
-from halfbyte.moe.base import MoeConfig
+from halfbyte.moe.base import MoeConfig, OperatorKernel
 from halfbyte.moe.cuda import launcher as streamed
 from halfbyte.moe.cuda.gemm_sm90 import launcher as gemm
-from halfbyte.moe.cuda.gemm_sm90.plan import MAX_PAIRS, choose_tokens
+from halfbyte.moe.cuda.gemm_sm90.plan import MAX_PAIRS
 from halfbyte.moe.cuda.launcher import work_of
+from halfbyte.moe.cuda.packed import (
+    PackedMatrix,
+    matrix_of_tensors,
+    pack_matrices,
+    unpack_matrices,
+)
 from halfbyte.moe.cuda.plan import MAX_EXPERTS, SIZE_MULTIPLE, Work, is_small
-from halfbyte.moe.experts import GatedActivation, PackedExperts
+from halfbyte.moe.experts import GatedActivation, PackedExperts, WeightFormat
 from halfbyte.moe.triton import TritonKernel
 
-_MAX_MEAN_BESIDE_GEMM = 5
-"""Max mean of tokens per expert for which `experts.cu` runs on SM90. On an H200 with a mean of 4 a
-layer of Qwen3-30B-A3B takes 113 µs (`gemm.cu` 122), one of GPT-OSS-20B 152 (176); with a mean of 6
-135 (125) and 178 (180): `benchmarks/results/moe_gemm_lines.json`. 5 lies between, unmeasured."""
+_MAX_MEAN_BESIDE_GEMM: dict[WeightFormat, int] = {"nvfp4": 6, "mxfp4": 8}
+"""Max mean of tokens per expert for which `experts.cu` runs on SM90: on an H200 with a mean of 8 a
+layer of Qwen3-30B-A3B takes 127 µs (`gemm.cu` 122), one of GPT-OSS-20B 155 (164):
+`benchmarks/results/moe_plans_packed.json`, `moe_gemm_packed.json`."""
 
 
-@as_loaded_op("nvfp4_moe_cuda")
+@linear_op("nvfp4_moe_cuda")
 def nvfp4_moe_cuda(
     x: torch.Tensor,
-    gate_up: MatrixTensors,
-    down: MatrixTensors,
-    activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
+    gate_up_packed: torch.Tensor,
+    gate_up_global_scale: torch.Tensor | None,
+    gate_up_bias: torch.Tensor | None,
+    down_packed: torch.Tensor,
+    down_global_scale: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    alpha: float,
+    limit: float | None,
+    up_offset: float,
+    interleaved: bool,
+    n: int,
+    intermediate_size: int,
     batch_invariant: bool,
 ) -> torch.Tensor:
     """The kernels that `_variant` chooses, as an operator."""
-    arguments = x, gate_up, down, activation, topk_ids, topk_weights
-    if not batch_invariant:
-        works = work_of(gate_up, activation), work_of(down, None)
-        variant = _variant(topk_ids.numel(), works, x.get_device())
-        if variant != "triton":
-            return (streamed if variant == "streaming" else gemm).run(*arguments)
+    assert not batch_invariant, "refused by can_implement"
+    if not len(x):  # no kernel to choose, by tokens per expert
+        return x.new_empty(x.shape)
+    activation = GatedActivation(alpha, limit, up_offset, interleaved)
+    sizes = 2 * intermediate_size, n
+    gate_up = PackedMatrix(gate_up_packed, gate_up_global_scale, gate_up_bias, *sizes)
+    down = PackedMatrix(down_packed, down_global_scale, down_bias, n, intermediate_size)
+    works = work_of(gate_up, activation), work_of(down, None)
+    variant = _variant(topk_ids.numel(), works, x.get_device())
+    routing = topk_ids.contiguous(), topk_weights.contiguous()
+    arguments = matrix_of(x), gate_up, down, activation, *routing
+    if variant != "triton":
+        return (streamed if variant == "streaming" else gemm).run(*arguments)
     # Imported here: the registry must not need Triton.
     from halfbyte.moe.triton_launcher import moe_triton
 
-    return moe_triton(*arguments, batch_invariant)
+    return moe_triton(*arguments)
 
 
 @lru_cache(maxsize=4096)
@@ -57,20 +81,25 @@ def _variant(
 ) -> Literal["streaming", "gemm", "triton"]:
     """The kernels for so many pairs: `experts.cu`, `gemm.cu` or Triton's."""
     gpu, num_experts = gpu_of(device), works[0].num_experts
-    tokens = None
-    if gpu.compute_capability == 90 and num_pairs <= MAX_PAIRS:
-        tokens = choose_tokens(works, num_pairs, gpu.block_bytes, gpu.num_sms)
-    is_faster = tokens is None or num_pairs <= _MAX_MEAN_BESIDE_GEMM * num_experts
+    max_beside_gemm = _MAX_MEAN_BESIDE_GEMM[works[0].weight_format] * num_experts
+    has_gemm = gpu.compute_capability == 90 and num_pairs <= MAX_PAIRS
+    is_faster = not has_gemm or num_pairs <= max_beside_gemm
     if is_small(num_pairs, num_experts) and is_faster:
         return "streaming"
-    return "triton" if tokens is None else "gemm"
+    return "gemm" if has_gemm else "triton"
 
 
-class CudaKernel(AsLoadedKernel):
+class CudaKernel(OperatorKernel):
     """`experts.cu` for few tokens per expert; for more `gemm.cu` on SM90 and Triton elsewhere."""
 
     name: ClassVar[str] = "cuda"
     product = staticmethod(nvfp4_moe_cuda)
+    parts: ClassVar[tuple[str, ...]] = ("packed", "global_scale", "bias")
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The size that packed tensors do not tell."""
+        return {"intermediate_size": self.config.intermediate_size}
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -100,15 +129,28 @@ class CudaKernel(AsLoadedKernel):
         return True, "for few tokens per expert, on SM90 also for more; Triton elsewhere"
 
     def prepare(self, experts: PackedExperts) -> dict[str, torch.Tensor]:
-        """The tensors as loaded, and the kernels compiled."""
-        tensors = {
-            name: tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-            for name, tensor in super().prepare(experts).items()
-        }
+        """The tensors of `pack_matrices`, and the kernels compiled.
+
+        Raises:
+            ValueError: a block scale that is NaN or has a sign.
+        """
+        dtype, activation = self.config.dtype, experts.activation
+        tensors = pack_matrices("gate_up", experts.gate_up, dtype, activation)
+        tensors |= pack_matrices("down", experts.down, dtype)
         if experts.device.type == "cuda":
-            gate_up, down = matrices_of(tensors, "gate_up"), matrices_of(tensors, "down")
+            gate_up = matrix_of_tensors("gate_up", tensors, experts.gate_up.n, experts.gate_up.k)
+            down = matrix_of_tensors("down", tensors, experts.down.n, experts.down.k)
             device = experts.device.index or 0
-            streamed.compile_experts(gate_up, down, experts.activation, self.config.dtype, device)
+            streamed.compile_experts(gate_up, down, activation, dtype, device)
             if gpu_of(device).compute_capability == 90:
-                gemm.compile_gemm(gate_up, down, experts.activation, self.config.dtype, device)
+                gemm.compile_gemm(gate_up, down, activation, dtype, device)
         return tensors
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> PackedExperts:
+        """The same bytes in the order as loaded."""
+        config = self.config
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        sizes = 2 * intermediate, hidden
+        gate_up = unpack_matrices("gate_up", tensors, *sizes, config.dtype, config.activation)
+        down = unpack_matrices("down", tensors, hidden, intermediate, config.dtype)
+        return PackedExperts(gate_up, down, config.activation)

@@ -11,7 +11,7 @@ from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory, allocate
 from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
-from halfbyte.moe.as_loaded import MatrixTensors
+from halfbyte.moe.cuda.packed import PackedMatrix
 from halfbyte.moe.cuda.pairs import DTYPES, Pairs, pairs_of
 from halfbyte.moe.cuda.plan import StreamingPlan, Work, make_plan, max_entries, usual_plans
 from halfbyte.moe.cuda.sums import compile_sum, sum_results
@@ -22,7 +22,7 @@ class _Params(ctypes.Structure):
     """`Params` of `experts.cu`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "scales", "global_scale", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weight", "global_scale", "bias")),
         *((name, ctypes.c_void_p) for name in ("x", "out")),
         ("pairs", Pairs),
         *((name, ctypes.c_int) for name in ("parts", "bias_dtype", "max_entries")),
@@ -32,8 +32,8 @@ class _Params(ctypes.Structure):
 
 def run(
     hidden: torch.Tensor,
-    gate_up: MatrixTensors,
-    down: MatrixTensors,
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
     activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -46,7 +46,7 @@ def run(
 
     Args:
         hidden: bfloat16 or float16 `[M, H]`, contiguous.
-        gate_up, down: of the experts; H and I multiples of 32; addresses multiples of 16.
+        gate_up, down: of the experts; H and I multiples of 32.
         activation: of the experts.
         topk_ids: int32 or int64 `[M, top_k]`, contiguous.
         topk_weights: floating point `[M, top_k]`, contiguous.
@@ -57,7 +57,7 @@ def run(
     m = topk_ids.shape[0]
     if m == 0:
         return torch.empty_like(hidden)
-    pairs = pairs_of(topk_ids, topk_weights, gate_up.weight.shape[0])
+    pairs = pairs_of(topk_ids, topk_weights, gate_up.packed.shape[0])
     middle = _launch(hidden, gate_up, activation, pairs, m)
     results = _launch(middle, down, None, pairs, m)
     return sum_results(results, pairs)
@@ -65,7 +65,7 @@ def run(
 
 def _launch(
     x: torch.Tensor,
-    matrices: MatrixTensors,
+    matrices: PackedMatrix,
     activation: GatedActivation | None,
     pairs: Pairs,
     m: int,
@@ -81,7 +81,7 @@ def _launch(
     arguments.params.pairs = pairs
     columns = work.n if activation is None else work.n // 2
     out = allocate(Memory.contiguous((pairs.count, columns), x.dtype), device)
-    arguments.bind(weight=matrices.weight, x=x, out=out)
+    arguments.bind(weight=matrices.packed, x=x, out=out)
     kernel = _product_kernel(x.dtype, plan.macros(work), gpu.block_bytes, device)
     kernel = kernel._replace(shared_bytes=plan.shared_bytes(work, pairs.count))
     grid = plan.grid(work, pairs.count, gpu.num_sms)
@@ -95,11 +95,11 @@ def _launch(
 
 def product_arguments(
     params: type[ctypes.Structure],
-    matrices: MatrixTensors,
+    matrices: PackedMatrix,
     activation: GatedActivation | None,
     **fields: int,
 ) -> KernelArguments:
-    """Arguments of a product: scales, bias and activation.
+    """Arguments of a product: global scales, bias and activation.
 
     Args:
         params: of the kernel, with these fields.
@@ -118,7 +118,6 @@ def product_arguments(
         up_offset=gated.up_offset,
         **fields,
     )
-    arguments.bind(scales=matrices.scales)
     if scale is not None:
         arguments.bind(global_scale=scale)
     if bias is not None:
@@ -126,17 +125,17 @@ def product_arguments(
     return arguments
 
 
-def work_of(matrices: MatrixTensors, activation: GatedActivation | None) -> Work:
+def work_of(matrices: PackedMatrix, activation: GatedActivation | None) -> Work:
     """The product with an activation, or without that of `down`."""
-    num_experts, n, half = matrices.weight.shape
     weight_format: WeightFormat = "mxfp4" if matrices.global_scale is None else "nvfp4"
     interleaved = activation is not None and activation.interleaved
-    return Work(n, 2 * half, num_experts, weight_format, activation is not None, interleaved)
+    sizes = matrices.n, matrices.k, matrices.packed.shape[0]
+    return Work(*sizes, weight_format, activation is not None, interleaved)
 
 
 def compile_experts(
-    gate_up: MatrixTensors,
-    down: MatrixTensors,
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
     activation: GatedActivation,
     dtype: torch.dtype,
     device: int,

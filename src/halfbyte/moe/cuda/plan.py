@@ -1,7 +1,7 @@
 """How the CUDA kernels for few tokens per expert share their work; decided by shapes alone.
 
 A pair is a token and one of its experts; an entry, up to `columns` pairs of one expert. An item is
-what a warp loads at a time: 16 rows of an expert's matrix x one or two parts of 256 k. A unit is
+what a warp loads at a time: two or four parts of a tile (`packed.py`), 128 k each. A unit is
 `groups` tiles of 16 rows for one entry, each computed by `split` warps that split its k.
 """
 
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from halfbyte.kernels.runtime.occupancy import RESERVED_BYTES
 from halfbyte.linear.w4a16.gemv.plan import Gpu
-from halfbyte.moe.experts import BLOCK_SIZES, WeightFormat
+from halfbyte.moe.cuda.packed import CHUNK_BYTES, PART_K, SCALE_BYTES, num_tiles
+from halfbyte.moe.experts import WeightFormat
 
 MAX_MEAN = 8
 """Max mean number of pairs per expert. Above it Triton runs, or on SM90 the GEMM by `wgmma`, which
@@ -20,11 +21,10 @@ MAX_PAIRS = 1024
 """Max pairs: every CTA reads all expert ids."""
 MAX_EXPERTS = 1024
 SIZE_MULTIPLE = 32
-"""H and I must be multiples of this, so that rows of codes begin at multiples of 16 bytes."""
-PART_K = 256
-_TILE_ROWS, _TILE_COLUMNS = 16, 8
+"""H and I must be multiples of this, so that rows of x begin at multiples of 16 bytes."""
+_TILE_COLUMNS = 8
 _MAX_SPLIT = 4
-_COLUMNS = {1: 4, 4: 8, MAX_MEAN: 16}
+_COLUMNS = {1: 4, 6: 8, MAX_MEAN: 16}
 """Max tokens per pass over an expert's weights, by the max mean of tokens per expert. Weights of an
 expert with more tokens are read again, from L2. Shared memory holds these tokens and the rings of
 weights, so more tokens leave smaller rings."""
@@ -40,22 +40,18 @@ class _Option(NamedTuple):
     stages: int
     """Items in flight, per warp."""
     parts: int
-    """Parts of 256 k per item."""
+    """Parts of 128 k per item."""
 
 
-_OPTIONS = (
-    (_Option(8, 3, 2, 1), _Option(8, 2, 3, 1), _Option(8, 2, 2, 1)),
-    (_Option(12, 1, 2, 2), _Option(8, 1, 3, 1), _Option(8, 1, 2, 1)),
-)
-_OPTIONS_OF_MANY = (
-    (_Option(16, 1, 2, 2), _Option(16, 1, 2, 1), _Option(8, 1, 3, 1), _Option(8, 1, 2, 1)),
-)
+_SMALLER = (_Option(8, 2, 2, 2), _Option(8, 1, 3, 2), _Option(8, 1, 2, 2), _Option(8, 1, 2, 1))
+_OPTIONS = ((_Option(12, 2, 2, 2), *_SMALLER), _SMALLER)
+_OPTIONS_OF_MANY = ((_Option(24, 1, 2, 2), _Option(16, 1, 2, 2), *_SMALLER),)
 """For every split of k, the first option of each list that fits into shared memory is a candidate.
 Large items and one CTA per SM, whose warps share the tokens, are faster with many columns and a
 large K: by times of 20 options for both products of Qwen3-30B-A3B and GPT-OSS-20B on one H200
 (`benchmarks/results/moe_plans.json`)."""
 _MANY_COLUMNS, _LARGE_K = 8, 1024
-_UNIT_PARTS, _SHARED_UNIT_PARTS = 0.1, 0.8
+_UNIT_PARTS, _SHARED_UNIT_PARTS = 0.2, 1.0
 """Fixed cost of a unit, in units of the time of one part: if one warp has all of k, and if several
 warps split it."""
 _WAITING_WARPS = 4
@@ -76,14 +72,17 @@ class Work(NamedTuple):
     interleaved: bool = False
 
     def items(self, parts: int) -> int:
-        """Items of a row, each of `parts` parts of 256 k."""
+        """Items of a tile, each of so many parts."""
         return -(-self.k // (parts * PART_K))
 
     def item_bytes(self, parts: int) -> int:
-        """Bytes of an item of 16 rows in shared memory."""
-        block, item_k = BLOCK_SIZES[self.weight_format], parts * PART_K
-        words = item_k // block // 4 + (self.k // block % 4 > 0)
-        return _TILE_ROWS * (item_k // 2 + 4 * words)
+        """Bytes of an item in shared memory."""
+        return parts * (SCALE_BYTES[self.weight_format] + 2 * CHUNK_BYTES)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of an expert's matrix."""
+        return num_tiles(self.n, self.gated)
 
     @property
     def x_row_bytes(self) -> int:
@@ -100,8 +99,8 @@ class StreamingPlan(NamedTuple):
     groups: int
     stages: int
     ctas: int
-    parts: int = 1
-    """Parts of 256 k per item."""
+    parts: int = 2
+    """Parts of 128 k per item."""
 
     @property
     def column_tiles(self) -> int:
@@ -145,7 +144,7 @@ class StreamingPlan(NamedTuple):
 
     def units(self, work: Work) -> int:
         """Units of an entry."""
-        return -(-work.n // _TILE_ROWS // self.groups)
+        return -(-work.tiles // self.groups)
 
     def cost(self, work: Work, num_pairs: int, num_sms: int) -> float:
         """Estimated time of a launch, in arbitrary units: the warps of an SM issue instructions one

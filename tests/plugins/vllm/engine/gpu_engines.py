@@ -36,8 +36,12 @@ def gpu_engine(*arguments: Any, **options: Any) -> Iterator[Any]:
     """`vllm_engine`, which must have captured CUDA graphs unless it is eager."""
     from vllm.compilation.counter import compilation_counter
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+    from vllm.platforms import current_platform
 
     set_cudagraph_capturing_enabled(True)  # V1 forbids it to the process's later engines
+    # vLLM's engines share a pool, which PyTorch cannot enter again while a tensor of an earlier
+    # engine's graphs is alive.
+    type(current_platform)._global_graph_pool = None
     before = compilation_counter.num_cudagraph_captured
     with vllm_engine(*arguments, **options) as llm:
         captured = compilation_counter.num_cudagraph_captured - before

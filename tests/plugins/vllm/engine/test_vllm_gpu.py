@@ -133,7 +133,7 @@ def test_drafts_with_sinks_and_windows(sinks_or_windows: Path) -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         found, accepted = pool.submit(_tokens_of_drafts, sinks_or_windows, True).result()
         assert found == pool.submit(_tokens_of_drafts, sinks_or_windows, False).result()[0]
-    assert accepted > 10
+    assert accepted > 5
     assert len({tuple(tokens) for tokens in found}) == len(found)
 
 

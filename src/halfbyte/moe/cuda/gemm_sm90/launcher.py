@@ -11,17 +11,9 @@ import torch
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory, allocate, current_device
 from halfbyte.kernels.runtime.parameters import KernelArguments
-from halfbyte.kernels.runtime.tensor_maps import (
-    ExpertRows,
-    TensorMap,
-    tensor_map,
-    tensor_map_of_experts,
-)
+from halfbyte.kernels.runtime.tensor_maps import TensorMap, tensor_map
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
-from halfbyte.moe.as_loaded import MatrixTensors
 from halfbyte.moe.cuda.gemm_sm90.plan import (
-    LINE_K,
-    LINE_PARTS,
     SORT_THREADS,
     STEP_K,
     STRIP,
@@ -35,14 +27,13 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
     steps,
 )
 from halfbyte.moe.cuda.launcher import product_arguments, work_of
+from halfbyte.moe.cuda.packed import PackedMatrix, tile_bytes
 from halfbyte.moe.cuda.pairs import Pairs, pairs_of
 from halfbyte.moe.cuda.plan import Work
 from halfbyte.moe.cuda.sums import compile_sum, sum_results
 from halfbyte.moe.experts import GatedActivation
 
 _THREADS = 384
-_RUN_ROWS = 32
-"""Rows of a box of weights."""
 
 
 _memory = lru_cache(maxsize=4096)(Memory.contiguous)
@@ -62,9 +53,10 @@ class _Params(ctypes.Structure):
     """`Params` of `work.cuh`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("scales", "global_scale", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weight", "global_scale", "bias")),
         *((name, ctypes.c_void_p) for name in ("tiles", "num_tiles")),
-        *((name, ctypes.c_int) for name in ("parts", "bias_dtype", "n", "k", "steps", "row_pairs")),
+        *((name, ctypes.c_int) for name in ("parts", "bias_dtype", "n", "steps")),
+        *((name, ctypes.c_int) for name in ("matrix_tiles", "tile_bytes", "row_pairs")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_offset")),
     )
 
@@ -81,8 +73,8 @@ class _Sorted(NamedTuple):
 
 def run(
     hidden: torch.Tensor,
-    gate_up: MatrixTensors,
-    down: MatrixTensors,
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
     activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -97,9 +89,6 @@ def run(
 
     Args:
         tokens: of a tile, one of `TOKENS`; by default from `choose_tokens`.
-
-    Raises:
-        ValueError: sizes that do not fit into shared memory.
     """
     device, num_pairs = hidden.get_device(), topk_ids.numel()
     if num_pairs == 0:
@@ -107,8 +96,6 @@ def run(
     gpu = gpu_of(device)
     works = work_of(gate_up, activation), work_of(down, None)
     tokens = tokens or choose_tokens(works, num_pairs, gpu.block_bytes, gpu.num_sms)
-    if tokens is None:
-        raise ValueError(f"{works}: no room in shared memory")
     pairs = pairs_of(topk_ids, topk_weights, works[0].num_experts)
     found = _sort(hidden, pairs, tokens, device)
     middle = allocate(_memory((found.x.shape[0], _padded(works[1].k)), hidden.dtype), device)
@@ -149,7 +136,7 @@ def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sort
 
 def _multiply(
     x: torch.Tensor,
-    matrices: MatrixTensors,
+    matrices: PackedMatrix,
     activation: GatedActivation | None,
     work: Work,
     found: _Sorted,
@@ -158,13 +145,18 @@ def _multiply(
 ) -> None:
     """Write the first product, or without activation the second, to `out` `[rows, columns]`."""
     device = x.get_device()
-    sizes = {"n": work.n, "k": work.k, "steps": steps(work), "row_pairs": row_pairs(work)}
+    sizes = {
+        "n": work.n,
+        "steps": steps(work),
+        "matrix_tiles": work.tiles,
+        "tile_bytes": tile_bytes(work.k, work.weight_format),
+        "row_pairs": row_pairs(work),
+    }
     arguments = product_arguments(_Params, matrices, activation, **sizes)
-    arguments.bind(tiles=found.tiles, num_tiles=found.num_tiles)
+    arguments.bind(weight=matrices.packed, tiles=found.tiles, num_tiles=found.num_tiles)
     columns = out.shape[1] if work.gated else work.n
     kernel, plan = _kernel_of(work, tokens, x.dtype, device)
     maps = (
-        _weight_map(matrices.weight.data_ptr(), work, plan.weight_k, device),
         _map(x.data_ptr(), *x.shape, x.shape[1], x.dtype, tokens // 2, 64, device),
         _map(
             out.data_ptr(),
@@ -191,24 +183,12 @@ def _kernel_of(
     work: Work, tokens: int, dtype: torch.dtype, device: int
 ) -> tuple[nvrtc.Kernel, MoeGemmPlan]:
     plan = make_plan(work, tokens, gpu_of(device).block_bytes)
-    assert plan is not None, "`choose_tokens` has checked it"
     kernel = _gemm_kernel(dtype, plan, work, device)
     return kernel, plan
 
 
 def _padded(k: int) -> int:
     return -(-k // STEP_K) * STEP_K
-
-
-@lru_cache(maxsize=4096)
-def _weight_map(address: int, work: Work, weight_k: int, device: int) -> TensorMap:
-    """Boxes are runs of rows, in parts as `work.cuh` reads them."""
-    parts, interleaved = (2, work.interleaved) if work.gated else (1, False)
-    if not work.gated and weight_k == LINE_K:
-        parts, interleaved = LINE_PARTS, True
-    matrices = ExpertRows(work.k // 2, work.n // parts, parts, work.num_experts, interleaved)
-    with current_device(device):
-        return tensor_map_of_experts(address, matrices, _RUN_ROWS // parts, weight_k // 2)
 
 
 @lru_cache(maxsize=4096)
@@ -227,8 +207,8 @@ def _map(
 
 
 def compile_gemm(
-    gate_up: MatrixTensors,
-    down: MatrixTensors,
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
     activation: GatedActivation,
     dtype: torch.dtype,
     device: int,
@@ -237,14 +217,13 @@ def compile_gemm(
     block_bytes = gpu_of(device).block_bytes
     works = work_of(gate_up, activation), work_of(down, None)
     plans = [(work, make_plan(work, tokens, block_bytes)) for tokens in TOKENS for work in works]
-    possible = [(work, plan) for work, plan in plans if plan is not None]
 
     def compile_one(item: tuple[Work, MoeGemmPlan]) -> None:
         work, plan = item
         _gemm_kernel(dtype, plan, work, device)
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(compile_one, possible))
+        list(pool.map(compile_one, plans))
     _sort_kernel(device)
     compile_sum(dtype, is_sorted=True, device=device)
 

@@ -3,36 +3,28 @@
 #pragma once
 #include "moe/cuda/gemm_sm90/memory.cuh"
 
-// Loads a box of W: k, rows of a part, parts, and expert.
-__device__ __forceinline__ void copy_weights(u32 to, const TensorMap* map, int k, int row, int expert, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-      "l"(map), "r"(k), "r"(row), "r"(0), "r"(expert), "r"(barrier)
-      : "memory");
-}
-
-// The producer: one thread each loads W, x and block scales.
+// The producer: one thread each loads W and x.
 struct Loader {
   const Params& p;
   u32 shared;
   Barriers barriers;
   int rank;
 
-  __device__ __forceinline__ void load_weights(const TensorMap* map) const {
+  __device__ __forceinline__ void load_weights() const {
     Work work(p);
     WeightState at;
     while (work.next(p)) {
-      const int expert = Tile(work.tile).expert;
-      for (int step = 0; step < p.steps; step += WEIGHT_STEPS, at.next()) {
+      const int first = first_tile(work.row_pair, rank), tiles = min(max(p.matrix_tiles - first, 0), CTA_TILES);
+      const u8* from = p.weight + ((u64)Tile(work.tile).expert * p.matrix_tiles + first) * p.tile_bytes;
+      for (int step = 0; step < p.steps; step++, at.next()) {
         const u32 barrier = barriers.weight_full + 8 * at.stage;
         const u32 to = shared + OFF_WEIGHT + at.stage * WEIGHT_BYTES;
+        // Of the last part only one chunk may exist. What is in its place for the other is a finite number, times x = 0.
+        const int bytes = min(PART_BYTES, p.tile_bytes - step * PART_BYTES);
         barrier_wait(barriers.weight_empty + 8 * at.stage, at.parity ^ 1);
-        barrier_expect(barrier, WEIGHT_BYTES);
-#pragma unroll
-        for (int run = 0; run < RUNS; run++)
-          copy_weights(to + run * (RUN_ROWS * WEIGHT_ROW_BYTES), map, step * 64,
-                       run_begin(work.row_pair, rank, run) / (GATED ? 1 : ROW_PARTS), expert, barrier);
+        barrier_expect(barrier, tiles * bytes);
+        for (int i = 0; i < tiles; i++)
+          copy_bulk(to + i * PART_BYTES, from + i * p.tile_bytes + step * PART_BYTES, bytes, barrier);
       }
     }
   }
@@ -67,36 +59,5 @@ struct Loader {
     // Not before the last matmul: otherwise all CTAs of the next kernel would start on the few SMs whose CTAs
     // have ended.
     allow_next();
-  }
-
-  // Rows lie next to each other, so that copies are aligned though rows need not be.
-  __device__ __forceinline__ void load_scales() const {
-    const u32 row_bytes = p.k / BLOCK;
-    Work work(p);
-    ScaleState at;
-    for (; work.next(p); at.next()) {
-      const u32 barrier = barriers.scale_full + 8 * at.stage, to = shared + OFF_SCALE + at.stage * ROWS * row_bytes;
-      const u8* const expert = p.scales + (u64)Tile(work.tile).expert * p.n * row_bytes;
-      const int rows = GATED ? p.n / 2 : p.n;
-      u32 runs = 0;
-#pragma unroll
-      for (int run = 0; run < RUNS; run++) runs += run_begin(work.row_pair, rank, run) < rows;
-      barrier_wait(barriers.scale_empty + 8 * at.stage, at.parity ^ 1);
-      barrier_expect(barrier, runs * RUN_ROWS * row_bytes);
-#pragma unroll
-      for (int run = 0; run < RUNS; run++) {
-        const int row = run_begin(work.row_pair, rank, run);
-        if (row >= rows) continue;
-#if GATED && !INTERLEAVED
-#pragma unroll
-        for (int part = 0; part < 2; part++)
-          copy_bulk(to + (run * RUN_ROWS + part * 16) * row_bytes, expert + (u64)(part * rows + row) * row_bytes,
-                    16 * row_bytes, barrier);
-#else
-        copy_bulk(to + run * RUN_ROWS * row_bytes, expert + (u64)(GATED ? 2 * row : row) * row_bytes,
-                  RUN_ROWS * row_bytes, barrier);
-#endif
-      }
-    }
   }
 };

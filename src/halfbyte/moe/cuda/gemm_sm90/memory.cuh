@@ -12,37 +12,30 @@
 #define VALUES (TOKENS / 2)   // accumulators per thread
 #define STRIPS (TOKENS / 16)  // of 16 tokens, which are stored at a time
 #define X_BYTES (TOKENS * 128)
-#define WEIGHT_ROW_BYTES (WEIGHT_K / 2)
-#define WEIGHT_BYTES (ROWS * WEIGHT_ROW_BYTES)
-#define WEIGHT_STEPS (WEIGHT_K / 128)
+#define WEIGHT_BYTES (CTA_TILES * PART_BYTES)
 #define OUT_ROW_BYTES (GATED ? 64 : 128)      // of a token and a warpgroup
 #define OUT_BYTES ((GATED && TOKENS < 32 ? 32 : TOKENS) * OUT_ROW_BYTES)  // per warpgroup; gated, it is written 32 tokens at a time
 #define OFF_OUT (STAGES * X_BYTES)
 #define OFF_WEIGHT (OFF_OUT + GROUPS * OUT_BYTES)
 #define OFF_BARRIERS (OFF_WEIGHT + WEIGHT_SLOTS * WEIGHT_BYTES)
 #define BARRIER_BYTES 256
-#define OFF_SCALE (OFF_BARRIERS + BARRIER_BYTES)  // SCALE_SLOTS x 128 rows, and as many bytes as a lane may read beyond
 #define MATMULS 4                       // per stage
-#define STEP_SCALES (128 / BLOCK)       // bytes of a row
 // The producer gives registers to the workers. Their sum is that of the threads at the start, 168, 80 or 56 each.
 #define LOADER_REGISTERS (CTAS == 1 ? 40 : CTAS == 2 ? 32 : 24)
 #define WORKER_REGISTERS (CTAS == 1 ? 232 : CTAS == 2 ? 104 : 72)
 
 // The two stages of x of a step are waited for together, and released one by one.
 struct Barriers {
-  u32 full, empty, weight_full, weight_empty, scale_full, scale_empty;
+  u32 full, empty, weight_full, weight_empty;
 
   __device__ __forceinline__ Barriers(u32 shared)
       : full(shared + OFF_BARRIERS),
         empty(full + 8 * (STAGES / 2)),
         weight_full(empty + 8 * STAGES),
-        weight_empty(weight_full + 8 * WEIGHT_SLOTS),
-        scale_full(weight_empty + 8 * WEIGHT_SLOTS),
-        scale_empty(scale_full + 8 * SCALE_SLOTS) {
-    static_assert(8 * (STAGES / 2 + STAGES + 2 * WEIGHT_SLOTS + 2 * SCALE_SLOTS) <= BARRIER_BYTES, "barriers fit");
+        weight_empty(weight_full + 8 * WEIGHT_SLOTS) {
+    static_assert(8 * (STAGES / 2 + STAGES + 2 * WEIGHT_SLOTS) <= BARRIER_BYTES, "barriers fit");
   }
 };
 
 typedef RingState<STAGES / 2> XState;
 typedef RingState<WEIGHT_SLOTS> WeightState;
-typedef RingState<SCALE_SLOTS> ScaleState;

@@ -1,22 +1,16 @@
 """Tiles of `gemm.cu`: how many tokens, stages and slots; decided by shapes alone."""
 
 from functools import lru_cache
-from math import ceil
 from typing import NamedTuple
 
 from halfbyte.kernels.runtime.occupancy import RESERVED_BYTES
+from halfbyte.moe.cuda.packed import TILE_ROWS
 from halfbyte.moe.cuda.plan import Work
-from halfbyte.moe.experts import BLOCK_SIZES
 
 ROWS = 128
 """Rows of W in a CTA's tile; a cluster has two."""
 STEP_K = 128
 """k per step."""
-LINE_K = 256
-"""k in a line of the cache. Copies of whole lines of W take half as many requests to L2, but a slot
-is free only after 256 k."""
-LINE_PARTS = 8
-"""Parts of a run of rows of down in copies of whole lines: `ROW_PARTS` of `work.cuh`."""
 STRIP = 16
 """The sorted pairs of each expert begin at a multiple of this."""
 MAX_PAIRS = 2**20
@@ -25,8 +19,7 @@ SORT_THREADS = 512
 _MAX_STAGES = 12
 _MIN_STAGES = {1: 4, 2: 6, 3: 6}
 """Min stages of the ring, by CTAs per SM."""
-_BARRIER_BYTES = 256 + 16
-"""Shared memory for barriers, and padding after the block scales."""
+_BARRIER_BYTES = 256
 _STEP_MICROSECONDS = {16: 0.56, 32: 0.61, 64: 0.74, 96: 0.97, 128: 1.14, 192: 1.61, 256: 2.1}
 """Time of a step by the width of its matmuls, with one CTA per SM: fitted to times of both products
 on an H100, within 4 %, for 16 to 256 tokens and experts of Qwen3-30B-A3B and GPT-OSS-20B. Those of
@@ -50,24 +43,20 @@ TOKENS = tuple(WIDTHS)
 _TILE_STEPS = 1.1
 """Cost of starting and storing a tile, in steps; from the same fit."""
 _SAMPLES = 32
-_MAX_TOKENS_OF_LINES = 128
-"""Max tokens of a tile for copies of whole lines; larger tiles need the memory for x."""
-_WANTED_MICROSECONDS = 3.3
-"""Time that the stages in flight should cover: the latency of HBM under load."""
+_SLOTS = {16: 3, 32: 3, 64: 3, 128: 4, 192: 3, 256: 3}
+"""Steps of W that go before stages of x where shared memory is short, by tokens of a tile; more of
+both are used as far as they fit (`benchmarks/results/moe_gemm_packed.json`)."""
+_MAX_SLOTS = 6
 
 
 class MoeGemmPlan(NamedTuple):
     """Macros of a launch, named as in `gemm.cu`."""
 
     tokens: int
-    weight_k: int
-    """Of a copy of W: `LINE_K` or `STEP_K`."""
     weight_slots: int
-    """Copies of W in their ring."""
+    """Steps of 128 k in the ring of W."""
     stages: int
     """Stages of x in their ring, 64 k each; an even number."""
-    scale_slots: int
-    """Tiles whose block scales fit into shared memory at a time."""
     ctas: int = 1
     """CTAs per SM."""
 
@@ -79,20 +68,17 @@ class MoeGemmPlan(NamedTuple):
             ("INTERLEAVED", int(work.interleaved)),
             ("TOKENS", self.tokens),
             ("WIDTH_STEP", WIDTHS[self.tokens][0]),
-            ("WEIGHT_K", self.weight_k),
             ("WEIGHT_SLOTS", self.weight_slots),
             ("STAGES", self.stages),
             ("CTAS", self.ctas),
-            ("SCALE_SLOTS", self.scale_slots),
         )
 
     def shared_bytes(self, work: Work) -> int:
-        """Dynamic shared memory of a CTA: rings, output, barriers, block scales."""
-        weights = self.weight_slots * ROWS * self.weight_k // 2
+        """Dynamic shared memory of a CTA: rings, output, barriers."""
+        weights = self.weight_slots * ROWS // TILE_ROWS * work.item_bytes(1)
         x = self.stages * self.tokens * 128
         out = ROWS * max(32, self.tokens * (1 if work.gated else 2))
-        scales = ROWS * work.k // BLOCK_SIZES[work.weight_format]
-        return weights + x + out + _BARRIER_BYTES + self.scale_slots * scales
+        return weights + x + out + _BARRIER_BYTES
 
 
 def steps(work: Work) -> int:
@@ -105,41 +91,33 @@ def row_pairs(work: Work) -> int:
     return -(-work.n // (2 * ROWS))
 
 
-def make_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan | None:
-    """The plan of a product with tiles of so many tokens; None if shared memory has no room.
+def make_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan:
+    """The plan of a product with tiles of so many tokens.
 
     Args:
         block_bytes: max shared memory of a CTA.
+
+    Raises:
+        ValueError: a GPU with less shared memory than SM90.
     """
     for ctas in range(MAX_CTAS[tokens], 0, -1):
         room = (block_bytes + RESERVED_BYTES) // ctas - RESERVED_BYTES
-        wanted = 2 * ceil(_WANTED_MICROSECONDS / ctas / _STEP_MICROSECONDS[tokens])
-        # Whole lines if they fit.
-        for weight_k in (LINE_K, STEP_K) if tokens <= _MAX_TOKENS_OF_LINES else (STEP_K,):
-            plans = [
-                plan
-                for scale_slots in (1, 2)
-                for stages in range(_MIN_STAGES[ctas], _MAX_STAGES + 1, 2)
-                for weight_slots in _weight_slots(weight_k, stages)
-                if (plan := MoeGemmPlan(tokens, weight_k, weight_slots, stages, scale_slots, ctas))
-                and plan.shared_bytes(work) <= room
-            ]
-            if plans:
-                return max(plans, key=lambda plan: _preference(plan, wanted))
-    return None
+        plans = [
+            plan
+            for stages in range(_MIN_STAGES[ctas], _MAX_STAGES + 1, 2)
+            for weight_slots in range(2, _MAX_SLOTS + 1)
+            if (plan := MoeGemmPlan(tokens, weight_slots, stages, ctas))
+            and plan.shared_bytes(work) <= room
+        ]
+        if plans:
+            return max(plans, key=_preference)
+    raise ValueError(f"{block_bytes} bytes of shared memory have no room for {tokens} tokens")
 
 
-def _preference(plan: MoeGemmPlan, wanted: int) -> tuple[int, ...]:
-    # A second slot hides the latency of a tile's scales, unless the ring of x would be too short.
-    first = min(plan.stages, wanted), plan.scale_slots
-    if plan.tokens * 2 > ROWS // 2:  # more bytes of x than of W
-        return *first, plan.stages, plan.weight_slots
-    return *first, plan.weight_slots, plan.stages
-
-
-def _weight_slots(weight_k: int, stages: int) -> tuple[int, ...]:
-    """Possible copies in the ring of W: for as many k as in that of x, or two or three lines."""
-    return (stages // 2,) if weight_k == STEP_K else (2, 3)
+def _preference(plan: MoeGemmPlan) -> tuple[int, ...]:
+    stages = _MAX_STAGES if plan.tokens <= ROWS // 2 else _MAX_STAGES * 2 // 3
+    slots = min(plan.weight_slots, _SLOTS[plan.tokens])
+    return slots, min(plan.stages, stages), plan.weight_slots, plan.stages
 
 
 def max_rows(num_pairs: int, num_experts: int) -> int:
@@ -155,28 +133,20 @@ def max_tiles(num_pairs: int, num_experts: int, tokens: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def choose_tokens(
-    works: tuple[Work, ...], num_pairs: int, block_bytes: int, num_sms: int
-) -> int | None:
-    """Tokens of a tile for both products, by their estimated time; None if none has room."""
-    possible = [
-        tokens
-        for tokens in TOKENS
-        if all(make_plan(work, tokens, block_bytes) is not None for work in works)
-    ]
+def choose_tokens(works: tuple[Work, ...], num_pairs: int, block_bytes: int, num_sms: int) -> int:
+    """Tokens of a tile for both products, by their estimated time."""
 
     def microseconds(tokens: int) -> float:
         tiles, column = _mean_tiles(num_pairs, works[0].num_experts, tokens)
         took = 0.0
         for work in works:
             plan = make_plan(work, tokens, block_bytes)
-            assert plan is not None, "`possible` has checked it"
             waves = max(1.0, tiles * row_pairs(work) / (num_sms // 2))
             factor = 1.0 if plan.ctas == 1 else _OF_MORE_CTAS
             took += waves * (steps(work) + _TILE_STEPS) * column / tiles * factor
         return took
 
-    return min(possible, key=microseconds, default=None)
+    return min(TOKENS, key=microseconds)
 
 
 def _mean_tiles(num_pairs: int, num_experts: int, tokens: int) -> tuple[float, float]:

@@ -82,20 +82,19 @@ __device__ __forceinline__ void place_experts(const Params& p, const Counts& cou
   if (blockIdx.x == 0 && lane == 0) *p.num_tiles = num_tiles;
 }
 
-// Lane 4 c + j of 16 has values 8 (4 c + j) .. + 7 of 128. The four lanes with the same j exchange them, so that this
-// lane has positions 8 (4 j + c) .. + 7 in the order of order.cuh.
+// Lane 2 c + j of 8 has values 8 (2 c + j) .. + 7 of 64. The four lanes with the same j exchange them, so that this lane
+// has positions 8 (4 j + c) .. + 7 in the order of order.cuh.
 __device__ __forceinline__ uint4 in_order(uint4 x) {
-  u32 w[4] = {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
-              __byte_perm(x.y, x.w, 0x7632)};
+  u32 w[4] = {x.x, x.y, x.z, x.w};
   // Transposes 4 x 4 words over these lanes: exchanges with lane c ^ 1, then with lane c ^ 2.
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int distance = 1 << i;
-    const bool is_upper = threadIdx.x >> 2 & distance;
+    const bool is_upper = threadIdx.x >> 1 & distance;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       if (j & distance) continue;
-      const u32 got = __shfl_xor_sync(~0u, is_upper ? w[j] : w[j | distance], 4 * distance);
+      const u32 got = __shfl_xor_sync(~0u, is_upper ? w[j] : w[j | distance], 2 * distance);
       if (is_upper) w[j] = got;
       else w[j | distance] = got;
     }
@@ -108,7 +107,7 @@ __device__ __forceinline__ void copy_token(const Params& p, int pair, int positi
   const int lane = threadIdx.x & 31;
   const u16* const from = p.x + (u64)(pair / p.pairs.top_k) * p.h;
   u16* const to = p.sorted + (u64)position * (p.chunks * 128);
-  // Two chunks of 128 values at a time. Lane 4 c + j of 16 has octet 4 c + j of a chunk, and writes octet 4 j + c.
+  // Four times 64 values at a time. Lane 2 c + j of 8 reads octet 2 c + j and writes octet 4 j + c.
   for (int first = 0; first < p.chunks * 16; first += 32 * LOADS) {
     uint4 x[LOADS];
 #pragma unroll
@@ -120,7 +119,7 @@ __device__ __forceinline__ void copy_token(const Params& p, int pair, int positi
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
       const uint4 y = in_order(x[i]);
-      const int octet = first + 32 * i + (lane & 16) + lane % 4 * 4 + lane / 4 % 4;
+      const int octet = first + 32 * i + (lane & 24) + lane % 2 * 4 + lane / 2 % 4;
       if (octet < p.chunks * 16) *(uint4*)(to + octet * 8) = y;
     }
   }

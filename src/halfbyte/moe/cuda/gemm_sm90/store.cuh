@@ -3,62 +3,34 @@
 #pragma once
 #include "moe/cuda/gemm_sm90/memory.cuh"
 #include "moe/cuda/routing.cuh"
-#include "moe/cuda/values.cuh"
 
-// A worker thread's two rows of W, g and g + 8 of its warp's 16.
+// A worker thread.
 struct Place {
   int group, warp, lane;
-  int channel;        // gated: of both rows, in the pair of tiles; otherwise of the first row
-  int row;            // in shared memory: of weights, the first row
-  int scale_rows[2];  // and of block scales
 
-  __device__ __forceinline__ Place(int rank) {
-    group = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-    lane = threadIdx.x % 32;
-    const int g = lane / 4;
-#if GATED
-    const Channel at(group * 32 + warp * 8 + g);
-    channel = 32 * at.run + 16 * rank + at.place;
-    row = RUN_ROWS * at.run + at.place;
-    scale_rows[0] = RUN_ROWS * at.run + (INTERLEAVED ? 2 : 1) * at.place;
-    scale_rows[1] = scale_rows[0] + (INTERLEAVED ? 1 : 16);
-#else
-    scale_rows[0] = group * 64 + warp * 16 + g, scale_rows[1] = scale_rows[0] + 8;
-    channel = rank * ROWS + scale_rows[0];
-    row = place_of_row(scale_rows[0]);
-#endif
-  }
+  __device__ __forceinline__ Place()
+      : group(__shfl_sync(~0u, threadIdx.x / 128 - 1, 0)),
+        warp(__shfl_sync(~0u, threadIdx.x / 32 % 4, 0)),
+        lane(threadIdx.x % 32) {}
 
-  // Address of the first row's 16 bytes of this lane in a slot of W, with TMA's swizzle for rows of so many bytes.
-  __device__ __forceinline__ u32 weight_offset() const {
-    const int swizzle = WEIGHT_K == 256 ? row % 8 : row / 2 % 4;
-    return row * WEIGHT_ROW_BYTES + ((lane % 4 ^ swizzle) * 16);
-  }
-
-  // The second row's, from the first one's address.
-  __device__ __forceinline__ static u32 second_row(u32 address) {
-#if !GATED && WEIGHT_K == 256
-    return address ^ (WEIGHT_ROW_BYTES + 16);  // the next row, after an even one
-#else
-    return address + (GATED ? 16 : 8) * WEIGHT_ROW_BYTES;  // the same swizzle
-#endif
-  }
+  // Its warp's tile of the CTA's.
+  __device__ __forceinline__ int tile() const { return 4 * group + warp; }
 };
 
-// What results need besides sums, loaded before the sums are there.
+// What the results of two rows of W, g and g + 8 of a tile, need besides sums, loaded before the sums are there.
 struct Vectors {
   float scale[2], bias[2];
   bool exists;  // gated: whether the channel exists
 
-  __device__ __forceinline__ Vectors(const Params& p, int expert, int row_pair, const Place& place) {
-    const int channel = row_pair * (GATED ? 128 : 2 * ROWS) + place.channel;
-    exists = channel < (GATED ? p.n / 2 : p.n);
+  __device__ __forceinline__ Vectors(const Params& p, int expert, int tile, int lane) {
+    const int channel = channel_at(tile * 8 + lane / 4);
+    exists = channel < (p.n / 2);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
 #if GATED
-      const int row = INTERLEAVED ? 2 * channel + i : channel + i * (p.n / 2);
+      const int row = exists ? INTERLEAVED ? 2 * channel + i : channel + i * (p.n / 2) : p.n;
 #else
-      const int row = channel + 8 * i;
+      const int row = tile * 16 + lane / 4 + 8 * i;
 #endif
       scale[i] = OPERAND_SCALE * (p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f);
       bias[i] = p.bias && row < p.n ? number_at(p.bias, (u64)expert * p.n + row, p.bias_dtype) : 0.0f;

@@ -4,19 +4,21 @@
 #include "kernels/runtime/sm90.cuh"
 #include "moe/cuda/activation.cuh"
 #include "moe/cuda/gemm_sm90/order.cuh"
+#include "moe/cuda/values.cuh"
 
-#define BLOCK (MX ? 32 : 16)
 #define ROWS 128  // of W, in a CTA's tile
+#define CTA_TILES (ROWS / 16)
 
 struct Params {
-  const u8* scales;           // [E, n, k / BLOCK]
+  const u8* weight;           // [E, matrix_tiles, tile_bytes]
   const float* global_scale;  // [E, parts], or null
   const void* bias;           // [E, n], or null
   const int2* tiles;          // see Tile
   const int* num_tiles;
   int parts, bias_dtype;
-  int n, k;       // of an expert's matrix: multiples of 32
+  int n;          // rows of an expert's matrix, a multiple of 32
   int steps;      // of 128 k
+  int matrix_tiles, tile_bytes;  // tiles of an expert's matrix, see packed.py
   int row_pairs;  // pairs of tiles of rows
   Activation activation;
 };
@@ -55,22 +57,5 @@ struct Work {
   }
 };
 
-// A run of rows is stored in ROW_PARTS parts, a dimension of the tensor map: gate and up, or rows i, i + ROW_PARTS, ...
-// Eight lanes load 64 bytes of each of two rows at a time, which should be in different banks. In rows of 128 bytes the
-// swizzle swaps halves every four rows, so the two rows must be four apart. Gated, Channel sees to that; otherwise a part
-// has four rows.
-#define ROW_PARTS (GATED ? 2 : WEIGHT_K == 256 ? 8 : 1)
-
-// Place in shared memory of a row that is not gated.
-__device__ __forceinline__ int place_of_row(int row) {
-  return row / RUN_ROWS * RUN_ROWS + row % ROW_PARTS * (RUN_ROWS / ROW_PARTS) + row % RUN_ROWS / ROW_PARTS;
-}
-
-// First row of a run of this CTA; gated, its first channel.
-__device__ __forceinline__ int run_begin(int row_pair, int rank, int run) {
-#if GATED
-  return 128 * row_pair + 32 * run + 16 * rank;
-#else
-  return (2 * row_pair + rank) * ROWS + RUN_ROWS * run;
-#endif
-}
+// First tile of 16 rows of a CTA.
+__device__ __forceinline__ int first_tile(int row_pair, int rank) { return (2 * row_pair + rank) * CTA_TILES; }
