@@ -61,7 +61,7 @@ def run(
 
 
 HIDDEN, INTERMEDIATE = 288, 160
-"""Both end within a step and within a tile of rows; rows of MXFP4's scales begin at odd bytes."""
+"""Both end within a step, after its first chunk, and within a CTA's rows."""
 
 
 def case(

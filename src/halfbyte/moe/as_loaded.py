@@ -33,14 +33,6 @@ def to_tensors(experts: PackedExperts) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
 
 
-def matrices_of(tensors: Mapping[str, torch.Tensor], name: str) -> MatrixTensors:
-    """The tensors of `gate_up` or `down` among those of `to_tensors`."""
-    weight, scales, global_scale, bias = (tensors.get(f"{name}_{part}") for part in _PARTS)
-    assert weight is not None
-    assert scales is not None
-    return MatrixTensors(weight, scales, global_scale, bias)
-
-
 def from_tensors(tensors: Mapping[str, torch.Tensor], activation: GatedActivation) -> PackedExperts:
     """The inverse of `to_tensors`."""
 

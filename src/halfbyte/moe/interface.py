@@ -27,7 +27,8 @@ def moe_experts(
 
     A kernel that repacks weights (`cuda`, `cpu`) does so in every call of this function;
     `NvFp4Experts` does it once. That takes longer than a call, so on a GPU the default is a kernel
-    that uses weights as loaded.
+    that uses weights as loaded. Repacking reads results of the GPU, so such a call cannot be
+    captured in a CUDA graph.
 
     Args:
         hidden: float32, float16 or bfloat16 `[M, H]`, M >= 0.
@@ -47,7 +48,7 @@ def moe_experts(
     """
     check_arguments(hidden, experts.hidden_size, experts.device, topk_ids, topk_weights)
     config = on_this_machine(MoeConfig.of(experts, hidden.dtype, batch_invariant))
-    if backend is None and hidden.is_cuda and BACKEND_VARIABLE not in os.environ:
+    if backend is None and hidden.is_cuda and not os.environ.get(BACKEND_VARIABLE):
         backend = _without_repacking(config)
     kernel = init_moe_kernel(config, backend)
     return kernel.apply(kernel.prepare(experts), hidden, topk_ids, topk_weights)
@@ -55,7 +56,7 @@ def moe_experts(
 
 def _without_repacking(config: MoeConfig) -> str | None:
     """The first backend that supports a layer with its weights as loaded."""
-    for verdict in MOE_BACKENDS.explain(config, config.compute_capability):
+    for verdict in MOE_BACKENDS.explain(config):
         if verdict.usable and issubclass(MOE_BACKENDS.get(verdict.name), AsLoadedKernel):
             return verdict.name
     return None

@@ -1,4 +1,4 @@
-// Unpacks weights in the order of packed_weight.py to operands of the matmul.
+// Unpacks words of packed_words.py to operands of the matmul.
 //
 // Macro: X_BF16, 1 for bfloat16 activations, 0 for float16.
 

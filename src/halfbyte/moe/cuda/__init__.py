@@ -1,5 +1,5 @@
 """CUDA C++ for experts.
 
-Few tokens per expert: the weights as loaded stream once through the registers. Many, on SM90:
-`gemm_sm90`.
+Few tokens per expert: the weights, packed at load, stream once through the registers. Many, on
+SM90: `gemm_sm90`.
 """

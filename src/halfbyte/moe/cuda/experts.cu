@@ -21,7 +21,7 @@
 //
 // Macros:
 //   X_BF16, MX            see values.cuh
-//   GATED, INTERLEAVED    1 for the first product; whether its rows of gate and up alternate
+//   GATED, INTERLEAVED    1 for the first product; whether biases of gate and up alternate
 //   N, K                  of an expert's matrix: N a multiple of 16, K of 32
 //   COLUMN_TILES          8 columns each: 1 or 2
 //   SPLIT, GROUPS         warps of a group, groups of a CTA

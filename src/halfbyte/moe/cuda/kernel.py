@@ -31,9 +31,9 @@ from halfbyte.moe.experts import GatedActivation, PackedExperts, WeightFormat
 from halfbyte.moe.triton import TritonKernel
 
 _MAX_MEAN_BESIDE_GEMM: dict[WeightFormat, int] = {"nvfp4": 6, "mxfp4": 8}
-"""Max mean of tokens per expert for which `experts.cu` runs on SM90: on an H200 with a mean of 8 a
-layer of Qwen3-30B-A3B takes 127 µs (`gemm.cu` 122), one of GPT-OSS-20B 155 (164):
-`benchmarks/results/moe_plans_packed.json`, `moe_gemm_packed.json`."""
+"""Max mean of tokens per expert for which `experts.cu` runs on SM90. On an H200 a layer of
+Qwen3-30B-A3B with a mean of 6 and 8 takes 117 and 129 µs (`gemm.cu` 120 and 121), one of
+GPT-OSS-20B 140 and 148 (164 and 164): `benchmarks/results/moe_gemm_packed.json`."""
 
 
 @linear_op("nvfp4_moe_cuda")
@@ -108,7 +108,7 @@ class CudaKernel(OperatorKernel):
         if not answer[0] or compute_capability is not None:
             return answer
         missing = missing_module("cuda.bindings", "CUDA builds of PyTorch install it")
-        return not missing, missing or "streams weights as loaded"
+        return not missing, missing or "streams packed weights"
 
     @classmethod
     def can_implement(cls, config: MoeConfig) -> Answer:

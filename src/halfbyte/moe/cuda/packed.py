@@ -10,7 +10,8 @@ channel
     64 (t / 8) + 2 (t % 8) + 16 (g / 2) + g % 2
 
 with integer divisions: `gemm_sm90/` writes 64 channels in the order in which it reads them as k of
-the next product. Channels are padded to a multiple of 64, K to one of 64, with code 0 and scale 0.
+the next product. Channels are padded to a multiple of 64, K to one of 64 (scales to one of 128),
+with code 0 and scale 0.
 
 A part of a tile is 16 rows x 128 k, uint8:
 
@@ -50,7 +51,7 @@ CHUNK_BYTES = TILE_ROWS * CHUNK_K // 2
 SCALE_BYTES: dict[WeightFormat, int] = {"nvfp4": 128, "mxfp4": 64}
 """Bytes of scales in a part."""
 _TILE_CHANNELS, _BLOCK_CHANNELS = 8, 64
-_BYTES_AT_ONCE = 2**26
+_BYTES_AT_ONCE = 2**24
 
 
 class PackedMatrix(NamedTuple):
@@ -130,7 +131,10 @@ def pack_matrices(
         f"{name}_bias": matrices.bias,
     }
     if matrices.format == "nvfp4":
-        check_scales(scales)
+        try:
+            check_scales(scales)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         zeroed = codes_of_zeros(weight, scales)
         if zeroed is not None:
             tensors[f"{name}_zeroed_blocks"], tensors[f"{name}_zeroed_codes"] = zeroed

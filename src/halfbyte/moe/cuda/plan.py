@@ -1,7 +1,7 @@
 """How the CUDA kernels for few tokens per expert share their work; decided by shapes alone.
 
 A pair is a token and one of its experts; an entry, up to `columns` pairs of one expert. An item is
-what a warp loads at a time: two or four parts of a tile (`packed.py`), 128 k each. A unit is
+what a warp loads at a time: one or two parts of a tile (`packed.py`), 128 k each. A unit is
 `groups` tiles of 16 rows for one entry, each computed by `split` warps that split its k.
 """
 
@@ -47,9 +47,9 @@ _SMALLER = (_Option(8, 2, 2, 2), _Option(8, 1, 3, 2), _Option(8, 1, 2, 2), _Opti
 _OPTIONS = ((_Option(12, 2, 2, 2), *_SMALLER), _SMALLER)
 _OPTIONS_OF_MANY = ((_Option(24, 1, 2, 2), _Option(16, 1, 2, 2), *_SMALLER),)
 """For every split of k, the first option of each list that fits into shared memory is a candidate.
-Large items and one CTA per SM, whose warps share the tokens, are faster with many columns and a
-large K: by times of 20 options for both products of Qwen3-30B-A3B and GPT-OSS-20B on one H200
-(`benchmarks/results/moe_plans.json`)."""
+One CTA per SM, whose warps share the tokens, is faster with many columns and a large K: by times
+of up to 90 options for both products of Qwen3-30B-A3B and GPT-OSS-20B on one H200
+(`benchmarks/results/moe_plans_packed.json`)."""
 _MANY_COLUMNS, _LARGE_K = 8, 1024
 _UNIT_PARTS, _SHARED_UNIT_PARTS = 0.2, 1.0
 """Fixed cost of a unit, in units of the time of one part: if one warp has all of k, and if several

@@ -19,7 +19,7 @@
 //
 // Macros:
 //   X_BF16, MX            see moe/cuda/values.cuh
-//   GATED, INTERLEAVED    1 for the first product; whether its rows of gate and up alternate
+//   GATED, INTERLEAVED    1 for the first product; whether biases of gate and up alternate
 //   TOKENS                16, or a multiple of 32 up to 256
 //   WIDTH_STEP            a `wgmma` takes a multiple of this many tokens, up to TOKENS
 //   WEIGHT_SLOTS          steps of 128 k in the ring of W
