@@ -15,6 +15,7 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
     SORT_THREADS,
     TOKENS,
     WIDTHS,
+    MoeGemmPlan,
     choose_tokens,
     make_plan,
     max_rows,
@@ -50,6 +51,23 @@ def test_stages_in_flight_cover_the_latency() -> None:
     for work in (*QWEN, *GPT):
         plan = make_plan(work, 64, BLOCK_BYTES)
         assert plan.ctas * (plan.weight_slots - 1) * 128 * 128 // 2 >= 2**15
+
+
+@pytest.mark.parametrize(
+    ("work", "rings"),
+    [
+        (QWEN[0], [(5, 12), (6, 12), (4, 8), (6, 8), (6, 6)]),
+        (QWEN[1], [(5, 12), (6, 12), (3, 8), (6, 8), (3, 6)]),
+        (GPT[0], [(5, 12), (6, 12), (4, 8), (6, 8), (6, 6)]),
+        (GPT[1], [(5, 12), (6, 12), (3, 8), (6, 8), (4, 6)]),
+    ],
+    ids=["qwen3-gate-up", "qwen3-down", "gpt-oss-gate-up", "gpt-oss-down"],
+)
+def test_plans_that_were_timed(work: Work, rings: list[tuple[int, int]]) -> None:
+    """Steps of W and stages of x for tiles of 16, 32, 64, 128 and 192 tokens: those of
+    `moe_gemm_packed.json`."""
+    for tokens, ring in zip((16, 32, 64, 128, 192), rings, strict=True):
+        assert make_plan(work, tokens, BLOCK_BYTES) == MoeGemmPlan(tokens, *ring, MAX_CTAS[tokens])
 
 
 def test_sizes_of_a_layer_do_not_matter() -> None:

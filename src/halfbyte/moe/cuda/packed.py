@@ -97,7 +97,7 @@ def rows_of_tiles(n: int, activation: GatedActivation | None) -> torch.Tensor:
     if activation is None:
         return torch.cat([16 * tiles + g, 16 * tiles + g + 8], dim=1)
     channel = 64 * (tiles // 8) + 2 * (tiles % 8) + 16 * (g // 2) + g % 2
-    gate, up = (channel, channel + n // 2)
+    gate, up = channel, channel + n // 2
     if activation.interleaved:
         gate, up = 2 * channel, 2 * channel + 1
     return torch.cat([gate, up], dim=1).masked_fill_((channel >= n // 2).repeat(1, 2), n)
@@ -267,6 +267,6 @@ def _rows(x: torch.Tensor, rows: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _store_rows(to: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write the tiles' rows of x to `[e, N, bytes]`."""
+    """Write `[e, tiles * 16, bytes]` in the order of tiles to `[e, N, bytes]` as loaded."""
     exist = (rows < to.shape[1]).flatten()
     to[:, rows.flatten()[exist]] = x[:, exist, : to.shape[2]]

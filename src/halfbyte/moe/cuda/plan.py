@@ -21,7 +21,7 @@ MAX_PAIRS = 1024
 """Max pairs: every CTA reads all expert ids."""
 MAX_EXPERTS = 1024
 SIZE_MULTIPLE = 32
-"""H and I must be multiples of this, so that rows of x begin at multiples of 16 bytes."""
+"""H and I must be multiples of this, so that each token begins at a multiple of 16 bytes."""
 _TILE_COLUMNS = 8
 _MAX_SPLIT = 4
 _COLUMNS = {1: 4, 6: 8, MAX_MEAN: 16}

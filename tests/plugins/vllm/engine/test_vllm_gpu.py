@@ -85,14 +85,15 @@ def test_graphs_in_bfloat16(kv_cache_dtype: str, recipe: str, mean: float) -> No
     assert_alike(compiled, eager, mean)
 
 
-@pytest.fixture(params=["gpt_oss", "gemma3_text"])
+@pytest.fixture(params=[("gpt_oss", 64), ("gemma3_text", 256)], ids=lambda param: param[0])
 def sinks_or_windows(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with the configuration of a model whose heads have the family's size and half of
-    whose layers are sliding."""
-    sizes: dict[str, Any] = {"head_dim": 256}
-    if request.param == "gpt_oss":
-        sizes = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128}
-    model = make_model(request.param, **sizes)
+    """A folder with the configuration of a model, of a family and a head size, half of whose layers
+    are sliding."""
+    family, head_size = request.param
+    sizes: dict[str, Any] = {"head_dim": head_size}
+    if family == "gpt_oss":
+        sizes |= {"hidden_size": 128, "intermediate_size": 128}
+    model = make_model(family, **sizes)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):  # vLLM 0.24 wants one
@@ -126,14 +127,20 @@ def test_sinks_and_windows_in_graphs(sinks_or_windows: Path, dtype: str) -> None
     assert varied(results[0][0])
 
 
+@pytest.mark.parametrize(
+    "sinks_or_windows",
+    [("gpt_oss", 64), ("gemma3_text", 64)],
+    ids=lambda param: param[0],
+    indirect=True,
+)
 def test_drafts_with_sinks_and_windows(sinks_or_windows: Path) -> None:
     """1 + 3 query tokens per sequence. Greedy tokens of random weights soon repeat, so that drafts
-    from the prompt are accepted."""
+    from the prompt are accepted: with Gemma's heads of 256 too rarely."""
     skip_without_drafts()
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         found, accepted = pool.submit(_tokens_of_drafts, sinks_or_windows, True).result()
         assert found == pool.submit(_tokens_of_drafts, sinks_or_windows, False).result()[0]
-    assert accepted > 5
+    assert accepted > 10
     assert len({tuple(tokens) for tokens in found}) == len(found)
 
 
