@@ -214,7 +214,7 @@ __device__ __forceinline__ void load_words(u32* x, u32 address) {
   } else {
 #pragma unroll
     for (int i = 0; i < WORDS; i++)
-      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[i]) : "r"(address + 4 * i));
+      x[i] = load_word(address + 4 * i);
   }
 }
 

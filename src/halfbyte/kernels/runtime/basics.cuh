@@ -20,6 +20,12 @@ __device__ __forceinline__ uint4 load16(u32 address) {
   return y;
 }
 
+__device__ __forceinline__ u32 load_word(u32 address) {
+  u32 y;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y) : "r"(address));
+  return y;
+}
+
 __device__ __forceinline__ void store_float(u32 address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }

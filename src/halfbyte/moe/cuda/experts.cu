@@ -41,7 +41,7 @@ struct Vectors {
 
   __device__ __forceinline__ void load(const Params& p, int expert, int tile) {
     const int g = (threadIdx.x & 31) / 4;
-    row = GATED ? tile / 8 * 64 + tile % 8 * 2 + g / 2 * 16 + g % 2 : tile * 16 + g;
+    row = GATED ? channel_of(tile, g) : tile * 16 + g;
     exists = !GATED || CHANNELS % 64 == 0 || row < CHANNELS;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -84,8 +84,7 @@ struct Part {
   // `from` is the part in shared memory.
   __device__ __forceinline__ void load(u32 from, u32 exponent) {
     const int lane = threadIdx.x & 31;
-    u32 word;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from + scale_offset(lane)));
+    const u32 word = load_word(from + scale_offset(lane));
 #pragma unroll
     for (int i = 0; i < 2; i++) words[i] = load16(from + SCALE_BYTES + i * CHUNK_BYTES + lane * 16);
     scales.unpack(word, exponent);

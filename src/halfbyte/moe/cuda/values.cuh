@@ -16,6 +16,11 @@
 #define PART_BYTES (SCALE_BYTES + 2 * CHUNK_BYTES)
 #define OPERAND_SCALE 2048.0f  // operands are values times block scales times 2^-11
 
+// The channel of rows g and g + 8 of a tile of gate and up, which is in the order of k above.
+__device__ __forceinline__ int channel_of(int tile, int g) {
+  return tile / 8 * 64 + tile % 8 * 2 + g / 2 * 16 + g % 2;
+}
+
 // The offset of a lane's word of scales in a part.
 __device__ __forceinline__ u32 scale_offset(int lane) { return (MX ? lane / 2 : lane) * 4; }
 

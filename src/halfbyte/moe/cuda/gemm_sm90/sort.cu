@@ -4,7 +4,6 @@
 // Every CTA counts all expert ids, as in routing.cuh, which is faster than another kernel. Then it gives each pair of
 // its own range the next row of the pair's expert, in ascending order of pairs, and copies the token there.
 
-#include "moe/cuda/gemm_sm90/order.cuh"
 #include "moe/cuda/routing.cuh"
 
 #define SORT_THREADS 512
@@ -14,7 +13,7 @@
 struct Params {
   Pairs pairs;
   const u16* x;    // [M, h]
-  u16* sorted;     // [rows, 128 chunks]: h padded with zeros, permuted as in order.cuh
+  u16* sorted;     // [rows, 128 chunks]: h padded with zeros, permuted
   int2* places;    // [count]: row of a pair in `sorted`, -1 for pairs without an expert; bits of its weight
   int2* tiles;     // see Tile in work.cuh
   int* num_tiles;
@@ -82,8 +81,11 @@ __device__ __forceinline__ void place_experts(const Params& p, const Counts& cou
   if (blockIdx.x == 0 && lane == 0) *p.num_tiles = num_tiles;
 }
 
-// Lane 2 c + j of 8 has values 8 (2 c + j) .. + 7 of 64. The four lanes with the same j exchange them, so that this lane
-// has positions 8 (4 j + c) .. + 7 in the order of order.cuh.
+// Position 16 (2 j + h) + 8 q + 2 c + b of 64 gets value 16 c + 8 j + 4 h + 2 q + b: in this order the words of W are
+// operands of matmuls (moe/cuda/values.cuh). The first product's channels are in it, too (channel_of).
+//
+// Lane 2 c + j of 8 has values 8 (2 c + j) .. + 7. The four lanes with the same j exchange them, so that this lane has
+// positions 8 (4 j + c) .. + 7.
 __device__ __forceinline__ uint4 in_order(uint4 x) {
   u32 w[4] = {x.x, x.y, x.z, x.w};
   // Transposes 4 x 4 words over these lanes: exchanges with lane c ^ 1, then with lane c ^ 2.

@@ -23,8 +23,8 @@ struct Vectors {
   bool exists;  // gated: whether the channel exists
 
   __device__ __forceinline__ Vectors(const Params& p, int expert, int tile, int lane) {
-    const int channel = channel_at(tile * 8 + lane / 4);
-    exists = channel < (p.n / 2);
+    const int channel = channel_of(tile, lane / 4);
+    exists = channel < p.n / 2;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
 #if GATED

@@ -3,7 +3,6 @@
 #pragma once
 #include "kernels/runtime/sm90.cuh"
 #include "moe/cuda/activation.cuh"
-#include "moe/cuda/gemm_sm90/order.cuh"
 #include "moe/cuda/values.cuh"
 
 #define ROWS 128  // of W, in a CTA's tile
