@@ -214,7 +214,7 @@ __device__ __forceinline__ void load_words(u32* x, u32 address) {
   } else {
 #pragma unroll
     for (int i = 0; i < WORDS; i++)
-      x[i] = load_word(address + 4 * i);
+      x[i] = load_shared_word(address + 4 * i);
   }
 }
 

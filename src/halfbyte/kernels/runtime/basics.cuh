@@ -20,7 +20,7 @@ __device__ __forceinline__ uint4 load16(u32 address) {
   return y;
 }
 
-__device__ __forceinline__ u32 load_word(u32 address) {
+__device__ __forceinline__ u32 load_shared_word(u32 address) {
   u32 y;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y) : "r"(address));
   return y;

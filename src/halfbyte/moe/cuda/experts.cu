@@ -84,7 +84,7 @@ struct Part {
   // `from` is the part in shared memory.
   __device__ __forceinline__ void load(u32 from, u32 exponent) {
     const int lane = threadIdx.x & 31;
-    const u32 word = load_word(from + scale_offset(lane));
+    const u32 word = load_shared_word(from + scale_offset(lane));
 #pragma unroll
     for (int i = 0; i < 2; i++) words[i] = load16(from + SCALE_BYTES + i * CHUNK_BYTES + lane * 16);
     scales.unpack(word, exponent);

@@ -77,7 +77,7 @@ struct Worker {
       barrier_wait(barriers.weight_full + 8 * w.stage, w.parity);
       chunks[0] = load16(weights + offset);
       chunks[1] = load16(weights + offset + CHUNK_BYTES);
-      scale_word = load_word(lane_scale + offset);
+      scale_word = load_shared_word(lane_scale + offset);
     };
     // Unpacks the operands of half a step, a chunk.
     auto unpack = [&](int half) {
