@@ -64,9 +64,9 @@ def prefill_variants() -> str:
         tokens += f" on {row['cached']:,}" if row["cached"] else ""
         options = [f"window {row['window']:,}"] if row["window"] else []
         options += ["soft-cap"] if row["softcap"] else []
-        times = (time(row, name) for name in ("own", "pytorch", "general"))
+        times = (time(row, name) for name in ("sm90", "own", "pytorch", "general"))
         rows.append([tokens, row["head_size"], ", ".join(options), *times])
-    heads = ["new tokens", "head size", "options", "our own", "PyTorch's", "general"]
+    heads = ["new tokens", "head size", "options", "SM90's", "Triton's", "PyTorch's", "general"]
     return markdown(heads, rows, 3)
 
 

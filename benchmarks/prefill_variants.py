@@ -2,8 +2,9 @@
 
     python -m benchmarks.prefill_variants [--out benchmarks/results/prefill_variants.json]
 
-`own` is halfbyte's kernel on unpacked K and V, `pytorch` PyTorch's dense attention, `general` the
-Triton kernel that unpacks on the fly; unsupported variants are omitted. Times are those of
+`sm90` is halfbyte's kernel for SM90 on unpacked K and V, `own` the one in Triton, `pytorch`
+PyTorch's dense attention, `general` the Triton kernel that unpacks on the fly; unsupported variants
+are omitted. Times are those of
 `benchmarks.timing`: CUDA graphs of one complete call without planning. Variants are interleaved.
 """
 
@@ -19,19 +20,22 @@ import torch
 from benchmarks.provenance import provenance
 from benchmarks.timing import measure_in_turns, ready
 from halfbyte.attention.prefill import plan as dense_plan
+from halfbyte.attention.prefill.sm90 import launcher as sm90
 from halfbyte.bench.attention_calls import attention_calls
 from halfbyte.bench.cases import Case
 from halfbyte.bench.data import make_inputs
 
 RESULT = Path(__file__).parent / "results" / "prefill_variants.json"
 ALWAYS = 2**60
-VARIANTS: dict[str, dict[str, Any]] = {
-    "own": {
-        "MIN_PAIRS": ALWAYS,
-        "MIN_CHUNK": 1,
-        "MAX_KEYS_PER_QUERY": ALWAYS,
-        "MIN_GENERAL_HEADS": ALWAYS,
-    },
+OWN: dict[str, Any] = {
+    "MIN_PAIRS": ALWAYS,
+    "MIN_CHUNK": 1,
+    "MAX_KEYS_PER_QUERY": ALWAYS,
+    "MIN_GENERAL_HEADS": ALWAYS,
+}
+VARIANTS = {
+    "sm90": {**OWN, "MIN_SM90_TILES": 1},
+    "own": OWN,
     "pytorch": {"MIN_PAIRS": 0, "MIN_QUERIES": 9, "MIN_HEAD_SIZE": 16, "MIN_CHUNK": 9},
     "general": {},
 }
@@ -55,6 +59,7 @@ class Prefill(NamedTuple):
         hides = self.window is not None and self.window < self.cached + self.new
         plain = self.softcap is None and not hides
         return [
+            *(["sm90"] if plain and self.head_size in (64, 128) else []),
             "own",
             *(["pytorch"] if plain and self.new >= 128 else []),
             *(["general"] if not plain or (self.cached and self.new < 512) else []),
@@ -109,7 +114,11 @@ def measure(case: Prefill, device: torch.device, variants: Sequence[str]) -> dic
         backend = "triton" if variant == "general" else None
         # Keep the calls: graphs use the plans' tensors without a reference to them.
         calls[variant] = attention_calls(sizes, inputs, backend=backend, softcap=case.softcap)[:2]
-        with patch.dict(vars(dense_plan), VARIANTS[variant]):
+        supports = sm90.supports if variant == "sm90" else lambda inputs: False
+        with (
+            patch.dict(vars(dense_plan), VARIANTS[variant]),
+            patch.object(sm90, "supports", supports),
+        ):
             contenders[variant] = ready(calls[variant], device)
     times = measure_in_turns(contenders, device, rounds=2, budget_us=_BUDGET_US)
     return {**case._asdict(), **{variant: times[variant] for variant in contenders}}

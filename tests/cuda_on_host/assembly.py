@@ -118,8 +118,9 @@ ASSEMBLY = {
         for instruction, text in _MATMULS.items()
     },
     **{_wgmma(columns): f"{HERE}wgmma({columns}, &d[0][0], a, b, add)" for columns in (32, 64)},
-    # Of linear/w4a16/gemm_sm90/wgmma.cuh, whose macros stand for themselves here.
+    # Of kernels/runtime/wgmma.cuh, whose macros stand for themselves here.
     "WGMMA n ": f"{HERE}wgmma(n, d, a, b, add, X_BF16)",
+    "WGMMA_ROWS n ": f"{HERE}wgmma(n, d, a, b, add, X_BF16, true)",
     "wgmma.fence.sync.aligned;": "",
     "wgmma.commit_group.sync.aligned;": f"{HERE}commit_matmuls()",
     "wgmma.wait_group.sync.aligned %0;": f"{HERE}wait_for_matmuls(%0)",
@@ -146,6 +147,8 @@ ASSEMBLY = {
     "cp.async.bulk.commit_group;": "",
     "cp.async.bulk.wait_group.read 0;": f"{HERE}wait_for_stores()",
     "bar.sync %0, %1;": f"{HERE}meet(%0, %1, true, false)",
+    "bar.arrive %0, 256;": f"{HERE}meet(%0, 256, false, false)",
+    "bar.sync %0, 256;": f"{HERE}meet(%0, 256, true, false)",
     "bar.sync %0, 128;": f"{HERE}meet(%0, 128, true, false)",
     "bar.sync 3, 256;": f"{HERE}meet(3, 256, true, false)",
     "bar.arrive 3, 256;": f"{HERE}meet(3, 256, false, false)",

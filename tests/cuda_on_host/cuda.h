@@ -73,6 +73,7 @@ struct Copy {
   const void* from;
   unsigned bytes, there;
   int group;
+  bool by_rows;
 };
 
 // A pending matmul.
@@ -86,6 +87,7 @@ struct Matmul {
   bool add, is_bfloat16;
   std::vector<float> product;  // if it was early
   int group;
+  bool by_rows;
 };
 
 struct Thread {

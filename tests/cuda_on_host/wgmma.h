@@ -12,9 +12,15 @@ namespace cuda_on_host {
 
 // The matrix [16, columns] of a descriptor: 8 x 8 matrices of 128 bytes, a row of 16 bytes per
 // column, with strides along k and along columns; or, with the 128-byte swizzle, 8 columns of 128
-// bytes each, with the stride to the next 8.
-inline unsigned operand_b(unsigned long long descriptor, int k, int column) {
+// bytes each, with the stride to the next 8. `by_rows`, always with that swizzle: 8 rows of 64 columns each, 128 bytes,
+// with strides to the next 8 rows and to the next 64 columns.
+inline unsigned operand_b(unsigned long long descriptor, int k, int column, bool by_rows) {
   const auto field = [=](int shift) { return (unsigned)(descriptor >> shift & 0x3FFF) * 16; };
+  if (by_rows) {
+    if (descriptor >> 62 != 1) refuse("wgmma of rows with another swizzle");
+    const unsigned place = field(0) + k / 8 * field(32) + column / 64 * field(16) + k % 8 * 128 + column % 64 * 2;
+    return load<unsigned short>(place ^ place / 128 % 8 * 16);
+  }
   const unsigned columns = field(0) + column / 8 * field(32);
   if (descriptor >> 62 == 0)
     return load<unsigned short>(columns + k / 8 * field(16) + column % 8 * 16 + k % 8 * 2);
@@ -35,7 +41,7 @@ inline std::vector<float> products(const Matmul& x) {
     const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
     double sum = 0;
     for (int k = 0; k < 16; k++)
-      sum += (double)x.rows[i / 2 % 2][k] * of_16_bits(operand_b(x.b, k, column), x.is_bfloat16);
+      sum += (double)x.rows[i / 2 % 2][k] * of_16_bits(operand_b(x.b, k, column, x.by_rows), x.is_bfloat16);
     y[i] = sum;
   }
   return y;
@@ -48,11 +54,11 @@ struct LaneOperands {
 
 // d = a b, or d += a b, in halves or in bfloat16.
 inline void wgmma(int columns, float* d, const unsigned* a, unsigned long long b, bool add,
-                  bool is_bfloat16 = false, int line = __builtin_LINE()) {
+                  bool is_bfloat16 = false, bool by_rows = false, int line = __builtin_LINE()) {
   LaneOperands mine{{a[0], a[1], a[2], a[3]}, b};
   bring(mine, line);
   Matmul x{d,       a,   {a[0], a[1], a[2], a[3]}, {}, b,
-           columns, add, is_bfloat16,              {}, this_thread().matmul_groups};
+           columns, add, is_bfloat16,              {}, this_thread().matmul_groups, by_rows};
   const int lane = threadIdx.x % WARP;
   for (int part = 0; part < 4; part++) {
     const LaneOperands& other = *(const LaneOperands*)brought_by(lane / 4 * 4 + part);

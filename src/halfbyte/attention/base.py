@@ -136,6 +136,9 @@ class AttentionInputs:
     recent: RecentInputs | None = None
     split_off: bool = False
     """See `AttentionConfig.split_off`."""
+    merges_recent: bool = False
+    """Whether attention to recent tokens has to be merged: their sequences were split off, because
+    a backend that reads both at once cannot take them."""
     _output: _Output = field(default_factory=_Output, init=False, repr=False)
 
     @property
@@ -250,11 +253,22 @@ class SubBatch:
     seq_lens: torch.Tensor
     plans: AttentionPlans
     """Plans of these sequences."""
+    merges_recent: bool = False
+    """As of `AttentionInputs`; if not set, the sequences are not for the backend that left them
+    out."""
 
     def inputs_of(self, batch: AttentionInputs) -> AttentionInputs:
         """The inputs of these sequences; writes to new outputs unless they are the whole batch."""
+        merges, recent = self.merges_recent, batch.recent
         if self.rows is None:
-            return replace(batch, plans=self.plans, split_off=True)
+            plans = self.plans
+            return replace(batch, plans=plans, split_off=not merges, merges_recent=merges)
+        if recent is not None:
+            recent = recent._replace(
+                entries=recent.entries[self.sequences],
+                key=recent.key[self.rows],
+                value=recent.value[self.rows],
+            )
         return replace(
             batch,
             query=batch.query[self.rows],
@@ -264,7 +278,9 @@ class SubBatch:
             given_out=None,
             lse=None if batch.lse is None else batch.lse[self.rows],
             plans=self.plans,
-            split_off=True,
+            recent=recent,
+            split_off=not merges,
+            merges_recent=merges,
         )
 
     def copy_results(self, part: AttentionInputs, batch: AttentionInputs) -> None:
@@ -297,7 +313,7 @@ class AttentionBackend(ABC):
     takes_transforms: ClassVar[bool] = False
     """Whether it reads K that went through a `KVTransform`."""
     takes_recent: ClassVar[bool] = False
-    """Whether it reads recent tokens from `RecentInputs`."""
+    """Whether it reads recent tokens from `RecentInputs`, in every batch."""
     takes_every_batch: ClassVar[bool] = False
     """Whether it runs both decode steps and prompts: `auto` requires it for batch invariance."""
 
@@ -310,6 +326,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
         """Whether it can do the work."""
+
+    @classmethod
+    def attends_to_recent(cls, inputs: AttentionInputs) -> bool:
+        """Whether `forward` reads recent tokens; else the caller merges attention to them."""
+        return cls.takes_recent
 
     @classmethod
     def split_off(cls, inputs: AttentionInputs) -> Sequence[SubBatch]:

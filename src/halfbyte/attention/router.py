@@ -12,7 +12,7 @@ Why the batch is not split before the first selection:
   invariance. So whether to split is known only after a backend is selected.
 - What to leave out depends on the chosen backend: for `dense` on its workspace and on the time to
   unpack a sequence's pages. Configs of the parts have `split_off` set, with which `dense` refuses
-  them.
+  them, but for those that it takes another way (`AttentionInputs.merges_recent`).
 
 The first selection is cached for all layers of a step.
 """
@@ -47,7 +47,7 @@ def run(
         return
     if store is not None:
         store()
-    if inputs.recent is None or chosen.takes_recent:
+    if inputs.recent is None or chosen.attends_to_recent(inputs):
         run_on(chosen, inputs)
         return
     # Here, because the import needs Triton.
@@ -68,7 +68,7 @@ def run_on(backend: type[AttentionBackend], inputs: AttentionInputs) -> None:
     """Run a backend; sequences that it splits off run on the backends that are best for them."""
     for part in backend.split_off(inputs):
         batch = part.inputs_of(inputs)
-        _select(batch).forward(batch)
+        run(batch)
         part.copy_results(batch, inputs)
     backend.forward(inputs)
 

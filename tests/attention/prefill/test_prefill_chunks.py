@@ -62,7 +62,7 @@ def test_work_holds_every_query_once(
         assert (sum(counts), max(counts)) == (keys.num_rows, keys.max_keys)
         ends = (keys.rows + keys.ends - keys.begins).tolist()
         assert keys.rows.tolist() == [0, *ends[:-1]]
-        for token, count, row, position in chunks.work.tolist():
+        for token, count, row, position, *_ in chunks.work.tolist():
             assert 1 <= count <= tokens_per_tile
             i = keys.rows.tolist().index(row)
             assert position + count <= counts[i]

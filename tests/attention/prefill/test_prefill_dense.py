@@ -25,6 +25,7 @@ from halfbyte.attention.prefill import combine, dense
 from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.dense import DenseAttention, uses_cudnn
 from halfbyte.attention.prefill.plan import key_blocks, rounded_up
+from halfbyte.attention.prefill.sm90 import launcher as sm90
 from halfbyte.layouts import PageLayout
 from slow import slow
 from triton_interpreter import interpreted
@@ -293,9 +294,17 @@ def test_combining_compiles_one_kernel_for_all_lengths(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("on_sm90", [False, True])
 @pytest.mark.parametrize("name", LARGE)
-def test_dense_attention_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_attention_on_a_gpu(
+    name: str, on_sm90: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By PyTorch's attention, or where SM90's own kernel supports the batch, by that."""
     prefer_pytorch(monkeypatch, 512)
+    if not on_sm90:
+        monkeypatch.setattr(sm90, "supports", lambda inputs: False)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs SM90")
     assert_dense(make_case(**{"head_size": 128, "group": 2, "kv_heads": 1, **LARGE[name]}), "cuda")
 
 
@@ -305,6 +314,7 @@ def test_flash_attention_on_a_gpu(head_size: int, monkeypatch: pytest.MonkeyPatc
     """The kernel of GPUs other than SM90."""
     prefer_pytorch(monkeypatch, 512)
     monkeypatch.setattr(dense, "uses_cudnn", lambda *_: False)
+    monkeypatch.setattr(sm90, "supports", lambda inputs: False)
     for sizes in LARGE.values():
         assert_dense(
             make_case(**{"group": 2, "kv_heads": 1, **sizes, "head_size": head_size}), "cuda"

@@ -12,6 +12,7 @@ from attention.graphs import assert_graph_follows_lengths
 from attention.prefill.dense_cases import inputs_of, make_small, prefer_pytorch
 from halfbyte.attention import AttentionInputs, AttentionPlans, paged_attention, router
 from halfbyte.attention.prefill.dense import DenseAttention
+from halfbyte.attention.prefill.sm90 import launcher as sm90
 from halfbyte.layouts import PageLayout
 from slow import CAPABILITIES, one_in, slow
 
@@ -222,10 +223,21 @@ def test_on_a_gpu(name: str, backend: str | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("lens", [(512, 512), (700,), (512, 512, 40)], ids=str)
-def test_prompts_on_a_gpu(lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By PyTorch's attention: in one call, padded, and with another prompt."""
+def test_prompts_on_a_gpu(
+    lens: tuple[int, ...], at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By PyTorch's attention (in one call, padded, and with another prompt), or by the kernel for
+    pages and last tokens."""
     prefer_pytorch(monkeypatch, 256)
+    if not at_once:
+        monkeypatch.setattr(sm90, "supports", lambda inputs: False)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs SM90")
+    else:
+        launcher = "halfbyte.attention.recent.launcher"
+        monkeypatch.setattr(f"{launcher}.run_with_recent", None)  # would be an error
     options: dict[str, Any] = {"recent": 64, "transform": {}, "sinks": True, "head_size": 128}
     case = make_case(**options, query_lens=lens, seq_lens=lens)
     query, pages = case.query.cuda(), case.pages.cuda()

@@ -15,6 +15,7 @@ import torch
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.paged.plan import Tiles
 from halfbyte.attention.prefill.key_ranges import KeyRanges
+from halfbyte.attention.prefill.sm90.launcher import run_tiles
 
 _MAX_CHUNKS = 32768
 """Max chunks per unpack launch (CUDA's grid limit is 65,535)."""
@@ -30,6 +31,10 @@ class Chunk(NamedTuple):
     key_begin: int
     """Position in the sequence."""
     key_end: int
+    position: int
+    """Of the first new token."""
+    first_new: int
+    """Position of the sequence's first new token."""
 
     @property
     def keys(self) -> int:
@@ -43,7 +48,9 @@ class Chunks:
 
     keys: KeyRanges
     work: torch.Tensor
-    """As `rows.run_rows` takes it."""
+    """int32 `[tiles, 8]`: first query token; number of query tokens; row of the workspace of the
+    first key; position of the first query token; sequence; position of the sequence's first new
+    token; 0; 0. Positions count from the first key. The tile with the most keys comes first."""
 
     @classmethod
     def of(cls, chunks: list[Chunk], tokens_per_tile: int, device: torch.device) -> "Chunks":
@@ -73,17 +80,19 @@ class Chunks:
             ends=ends,
             rows=first_rows,
         )
-        return cls(ranges, of_tiles.view(-1, 4))
+        return cls(ranges, of_tiles.view(-1, 8))
 
 
 def _work(chunk: Chunk, row: int, tokens_per_tile: int) -> torch.Tensor:
-    """int32 `[tiles, 4]` of a chunk whose keys begin at a row of the workspace."""
+    """`Chunks.work` of a chunk whose keys begin at a row of the workspace."""
     begins = torch.arange(0, chunk.queries, tokens_per_tile, dtype=torch.int32, device="cpu")
-    work = torch.empty((len(begins), 4), dtype=torch.int32, device="cpu")
+    work = torch.zeros((len(begins), 8), dtype=torch.int32, device="cpu")
     work[:, 0] = begins + chunk.query_begin
     work[:, 1] = (chunk.queries - begins).clamp(max=tokens_per_tile)
     work[:, 2] = row
-    work[:, 3] = begins + chunk.keys - chunk.queries
+    work[:, 3] = begins + chunk.position - chunk.key_begin
+    work[:, 4] = chunk.sequence
+    work[:, 5] = chunk.first_new - chunk.key_begin
     return work
 
 
@@ -93,6 +102,7 @@ def make_chunks(
     max_keys: int,
     tokens_per_tile: int,
     device: torch.device,
+    recent: int = 0,
 ) -> list[Chunks]:
     """Groups of chunks whose keys fit in the workspace together.
 
@@ -103,11 +113,12 @@ def make_chunks(
             this, and then `window <= max_keys / 2`.
         tokens_per_tile: query tokens that a program of the kernel takes.
         device: of the tensors.
+        recent: keys of each sequence that are not unpacked, the last ones; 0 with a window.
     """
     groups: list[list[Chunk]] = []
     room = 0
-    for chunk in _chunks(sequences, window, max_keys):
-        if chunk.keys > room or len(groups[-1]) == _MAX_CHUNKS:
+    for chunk in _chunks(sequences, window, max_keys, recent):
+        if not groups or chunk.keys > room or len(groups[-1]) == _MAX_CHUNKS:
             groups.append([])
             room = max_keys
         groups[-1].append(chunk)
@@ -116,25 +127,34 @@ def make_chunks(
 
 
 def _chunks(
-    sequences: Iterable[tuple[int, int, int, int]], window: int | None, max_keys: int
+    sequences: Iterable[tuple[int, int, int, int]], window: int | None, max_keys: int, recent: int
 ) -> Iterator[Chunk]:
     for sequence, row, new, length in sequences:
         if window is None or window >= length:
-            yield Chunk(sequence, row, new, 0, length)
+            first_new = length - new
+            yield Chunk(sequence, row, new, 0, max(0, length - recent), first_new, first_new)
             continue
         max_queries = max_keys - window + 1
         for begin in range(0, new, max_queries):
             queries = min(max_queries, new - begin)
             position = length - new + begin
             first = max(0, position - window + 1)
-            yield Chunk(sequence, row + begin, queries, first, position + queries)
+            end = position + queries
+            yield Chunk(sequence, row + begin, queries, first, end, position, length - new)
 
 
-def run_chunks(inputs: AttentionInputs, chunks: Chunks, tiles: Tiles) -> None:
-    """Write the chunks' rows of the output, and of the LSE if the inputs have one."""
+def run_chunks(inputs: AttentionInputs, chunks: Chunks, tiles: Tiles | None) -> None:
+    """Write the chunks' rows of the output, and of the LSE if the inputs have one.
+
+    Args:
+        tiles: of the Triton kernel; None for the one of `sm90`.
+    """
     # Here, because the imports need Triton.
     from halfbyte.attention.prefill.rows import run_rows
     from halfbyte.attention.prefill.unpack import unpack
 
     key, value = unpack(inputs, chunks.keys)
-    run_rows(inputs, key, value, chunks.work, tiles)
+    if tiles is None:
+        run_tiles(inputs, key, value, chunks.work)
+    else:
+        run_rows(inputs, key, value, chunks.work, tiles)

@@ -11,8 +11,9 @@ R keys fewer here, and the first R queries of a prompt have no keys and are skip
 prompt's length is in that set, the shortened prompt is not padded. On other GPUs, and for head
 sizes over 128 except on SM90, PyTorch's FlashAttention is used.
 
-halfbyte's own kernel (`chunks.py`) takes sequences longer than their window, soft-caps, K and V
-of different head sizes, small heads, and shorter prompts.
+halfbyte's own kernels (`chunks.py`) take sequences longer than their window, soft-caps, K and V
+of different head sizes, small heads, and shorter prompts. On SM90 one of them (`sm90/`) attends to
+pages and recent tokens at once, and takes most prompts.
 
 Sequences with up to 8 new tokens are split off a batch for other backends. So are those with
 somewhat more after a long prefix, because unpacking the prefix would cost more than it saves.
@@ -44,6 +45,7 @@ from halfbyte.attention.prefill.plan import (
     rounded_up,
     workspace_tokens,
 )
+from halfbyte.attention.prefill.sm90 import launcher as sm90
 from halfbyte.dispatch import Answer, current_compute_capability
 
 
@@ -78,6 +80,11 @@ class DenseAttention(GpuAttention):
         return reason is None, reason or cls.purpose
 
     @classmethod
+    def attends_to_recent(cls, inputs: AttentionInputs) -> bool:
+        """See `AttentionBackend.attends_to_recent`. On SM90, where `sm90` supports the batch."""
+        return not inputs.merges_recent and sm90.supports(inputs)
+
+    @classmethod
     def split_off(cls, inputs: AttentionInputs) -> Sequence[SubBatch]:
         """See `AttentionBackend.split_off`. The first call of a step reads the lengths back."""
         return plan_of(inputs).split_off
@@ -105,8 +112,9 @@ def run(inputs: AttentionInputs, plan: DensePlan) -> None:
         _fill_empty(inputs, plan.empty)
     for long in plan.long:
         _run_long(inputs, long)
+    tiles = None if plan.on_sm90 else _tiles(inputs)
     for chunks in plan.chunks:
-        run_chunks(inputs, chunks, _tiles(inputs))
+        run_chunks(inputs, chunks, tiles)
 
 
 def _tiles(inputs: AttentionInputs) -> Tiles:
@@ -126,12 +134,16 @@ class _PlanKey(NamedTuple):
     is_uncapped: bool
     is_positive: bool
     """Whether the scale is positive."""
+    on_sm90: bool
+    """Whether `sm90` supports it."""
+    recent_tokens: int
+    """0 if they are merged later, or if there are none."""
     device: torch.device
 
 
 def plan_of(inputs: AttentionInputs) -> DensePlan:
     """`make_plan`, cached for all layers that share `inputs.plans`."""
-    layout = inputs.layout
+    layout, on_sm90 = inputs.layout, sm90.supports(inputs)
     tokens_per_tile = _tiles(inputs).tokens(inputs.query.shape[1] // layout.num_kv_heads)
     key = _PlanKey(
         workspace_tokens=workspace_tokens(inputs),
@@ -142,9 +154,11 @@ def plan_of(inputs: AttentionInputs) -> DensePlan:
         sliding_window=inputs.sliding_window,
         is_uncapped=inputs.softcap is None,
         is_positive=inputs.scale > 0,
+        on_sm90=on_sm90,
+        recent_tokens=inputs.recent.tokens if inputs.recent else 0,
         device=inputs.query.device,
     )
-    return inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
+    return inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile, on_sm90))
 
 
 def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """How `dense` splits a batch by sequence, and the keys of long sequences into blocks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from halfbyte.attention.base import AttentionInputs, AttentionPlans, SubBatch
 from halfbyte.attention.prefill.chunks import Chunks, make_chunks
 from halfbyte.attention.prefill.key_ranges import KeyRanges
+from halfbyte.attention.prefill.sm90 import launcher as sm90
 from halfbyte.layouts import PageLayout
 
 WORKSPACE_BYTES = 256 * 2**20
@@ -30,6 +31,9 @@ MIN_PAIRS = 2**21
 PAIRS_PER_TOKEN = 1300
 """A sequence without padding counts as its pairs plus this number for every new token when it is
 compared with `MIN_PAIRS`, because PyTorch's attention also takes less time per token."""
+MIN_SM90_TILES = 128
+"""Min tiles for the kernel of `sm90`, about one per SM. With fewer, the Triton kernel has shorter
+steps."""
 MIN_CHUNK = 128
 """Min new tokens for which unpacking all keys of a sequence pays off, whatever their number."""
 MAX_KEYS_PER_QUERY = 64
@@ -83,8 +87,11 @@ class DensePlan:
     long: list[LongSequences]
     chunks: list[Chunks]
     """Work of halfbyte's own kernel."""
+    on_sm90: bool
+    """Whether that is the kernel of `sm90`; else the one in Triton."""
     split_off: list[SubBatch]
-    """Decode steps, and sequences whose pages are better not unpacked."""
+    """Decode steps, and sequences whose pages are better not unpacked; in batches whose recent
+    tokens are read here, too, also those whose keys the workspace cannot hold."""
     empty: torch.Tensor | None = None
     """Rows of the query before the start of their sequence, which attend to nothing."""
 
@@ -112,11 +119,12 @@ def rounded_up(tokens: int) -> int:
     return max(256, -(-tokens // step) * step)
 
 
-def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
+def make_plan(inputs: AttentionInputs, tokens_per_tile: int, on_sm90: bool = False) -> DensePlan:
     """How to attend to a batch.
 
     Args:
-        tokens_per_tile: query tokens that a program of our own kernel takes.
+        tokens_per_tile: query tokens that a program of our own kernel in Triton takes.
+        on_sm90: whether `sm90` supports the inputs. It is required for `recent`.
     """
     starts = inputs.query_start_loc.tolist()
     lengths = inputs.seq_lens.tolist()
@@ -128,16 +136,26 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
     max_tokens, max_queries = workspace_tokens(inputs), queries_at_once(inputs)
     window = inputs.sliding_window
     prompts = [Prompt(*p) for p in zip(starts, counts, lengths, beyond, strict=False)]
-    decode, general, short, long = _sorted(prompts, inputs)
+    decode, general, short, long, merged = _sorted(prompts, inputs, on_sm90)
     device = inputs.query.device
     is_whole = not any(beyond)
     split_off = [
         _sub_batch(inputs, [(i, starts[i], counts[i]) for i in indices], is_whole)
-        for indices in (decode, general)
+        for indices in (decode, general, merged)
         if indices
     ]
+    if merged:
+        split_off[-1] = replace(split_off[-1], merges_recent=True)
     sequences = [(i, starts[i], counts[i], lengths[i]) for i in short]
-    chunks = make_chunks(sequences, window, max_tokens, tokens_per_tile, device)
+    recent = inputs.recent.tokens if inputs.recent else 0
+    layout, num_heads = inputs.layout, inputs.query.shape[1]
+    if on_sm90:
+        group = num_heads // layout.num_kv_heads
+        tokens = sm90.tokens_of_tile(group, layout.head_size)
+        tiles = layout.num_kv_heads * sum(-(-counts[i] // tokens) for i in short)
+        on_sm90 = recent > 0 or tiles >= MIN_SM90_TILES
+        tokens_per_tile = tokens if on_sm90 else tokens_per_tile
+    chunks = make_chunks(sequences, window, max_tokens, tokens_per_tile, device, recent)
     steps = [
         step
         for group in long
@@ -148,7 +166,7 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
         for start, n in zip(starts, beyond, strict=True)
     ]
     empty = None if is_whole else torch.cat(rows).to(device)
-    return DensePlan(steps, chunks, split_off, empty)
+    return DensePlan(steps, chunks, on_sm90, split_off, empty)
 
 
 class Prompt(NamedTuple):
@@ -176,17 +194,30 @@ class Prompt(NamedTuple):
         return self[1:] == other[1:] and begin == other.start
 
 
-def _sorted(
-    prompts: list[Prompt], inputs: AttentionInputs
-) -> tuple[list[int], list[int], list[int], list[range]]:
-    """Indices of decode steps, of further sequences to split off, of those for halfbyte's own
-    kernel, and groups of sequences for single calls of PyTorch's attention."""
+class _Sorted(NamedTuple):
+    """Indices of sequences, by what takes them."""
+
+    decode: list[int]
+    """Decode kernels."""
+    general: list[int]
+    """The kernel that unpacks in its inner loop."""
+    short: list[int]
+    """Halfbyte's own dense kernel."""
+    long: list[range]
+    """Groups for single calls of PyTorch's attention."""
+    merged: list[int]
+    """Those of `DensePlan.split_off` with `merges_recent`."""
+
+
+def _sorted(prompts: list[Prompt], inputs: AttentionInputs, on_sm90: bool) -> _Sorted:
     decode: list[int] = []
+    merged: list[int] = []
     general: list[int] = []
     one_tile: list[int] = []
     short: list[int] = []
     long: list[range] = []
     layout, window, max_tokens = inputs.layout, inputs.sliding_window, workspace_tokens(inputs)
+    recent = inputs.recent.tokens if inputs.recent else 0
     queries_per_tile = TILE_ROWS * layout.num_kv_heads // inputs.query.shape[1]
     # PyTorch's causal mask sets logits to -inf before the scale multiplies them.
     plain = inputs.softcap is None and inputs.scale > 0
@@ -198,11 +229,16 @@ def _sorted(
         hides = window is not None and window < length
         cached = (min(length, window + n) if window is not None else length) - n
         # The workspace must hold the window's keys plus as many new ones.
-        fits = window <= max_tokens // 2 if window is not None and hides else length <= max_tokens
-        suits = _suits_pytorch(prompt, len(group), layout) or (not fits and n >= MIN_CHUNK)
+        fits = length - recent <= max_tokens
+        if window is not None and hides:
+            fits = window <= max_tokens // 2
+        suits = not on_sm90 and _suits_pytorch(prompt, len(group), layout)
+        suits = suits or (not fits and n >= MIN_CHUNK)
         if n <= MAX_DECODE_QUERIES:
             decode += group
-        elif plain and not hides and suits:
+        elif recent and not fits and n >= MIN_CHUNK:
+            merged += group
+        elif plain and not hides and suits and not recent:
             long.append(group)
         elif fits and (n >= MIN_CHUNK or cached <= n * MAX_KEYS_PER_QUERY):
             is_one_tile = not hides and n <= queries_per_tile and cached >= MIN_GENERAL_KEYS
@@ -213,7 +249,7 @@ def _sorted(
         general = sorted([*general, *one_tile])
     else:
         short = sorted([*short, *one_tile])
-    return decode, general, short, long
+    return _Sorted(decode, general, short, long, merged)
 
 
 def _groups(prompts: list[Prompt], max_queries: int) -> list[range]:
@@ -231,7 +267,8 @@ def _groups(prompts: list[Prompt], max_queries: int) -> list[range]:
 
 
 def _suits_pytorch(prompt: Prompt, count: int, layout: PageLayout) -> bool:
-    """Whether PyTorch's attention is faster for a group of `count` sequences."""
+    """Whether PyTorch's attention is faster than the Triton kernel for a group of `count`
+    sequences."""
     queries, exact = prompt.queries, prompt.is_exact
     pairs = queries * (prompt.length - queries // 2)
     work = count * (pairs + queries * PAIRS_PER_TOKEN) if exact else pairs

@@ -128,7 +128,7 @@ def rows_kernel(
     """
     heads_per_tile: tl.constexpr = group if group < block_m else block_m
     head_blocks: tl.constexpr = (group + heads_per_tile - 1) // heads_per_tile
-    tiles += tl.program_id(0) // (kv_heads * head_blocks) * 4
+    tiles += tl.program_id(0) // (kv_heads * head_blocks) * 8
     kv_head = tl.program_id(0) % (kv_heads * head_blocks) // head_blocks
     head_block = tl.program_id(0) % head_blocks
     first_token = tl.load(tiles)
@@ -230,10 +230,8 @@ def run_rows(
         inputs: of `paged_attention`, checked, in bfloat16 or float16; the pages are not read.
         key: of the query's dtype, `[rows, kv_heads, head_size]`, contiguous in the last dimension.
         value: likewise, `[rows, kv_heads, head_size_v]`.
-        work: int32 `[tiles, 4]`: first query token; number of query tokens, at most
-            `tiles.tokens(group)`; row of the first key that may be seen; offset from that row to
-            the first query token's own key. Rows from the first key to the last token's own are of
-            one sequence. Fastest if sorted by length, longest first.
+        work: as of `chunks.Chunks`; tiles have at most `tiles.tokens(group)` query tokens, and see
+            rows from the first key to the last token's own.
         tiles: with which `work` was made (`paged.plan.choose_row_tiles`).
     """
     query, out, lse, sinks = inputs.query, inputs.out, inputs.lse, inputs.sinks

@@ -29,7 +29,7 @@ def choose_tile(head_size: int, rotated: bool, compute_capability: int) -> Tile:
     """4 KiB of packed values at head size 128; less where the matmul would spill registers."""
     if rotated and head_size > 128:
         return Tile(32, 8)
-    return Tile(32 if rotated and compute_capability != 90 else 64, 4)
+    return Tile(32 if rotated else 64, 4)
 
 
 def _omitted_factor(kind: str) -> float:

@@ -124,6 +124,13 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
+// Keeps the compiler from moving what reads or writes sums of matmuls over this place, a wait.
+template <int N>
+__device__ __forceinline__ void hold(float* sums) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
 // Makes writes to shared memory visible to wgmma and TMA.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -26,7 +26,7 @@
 #include "linear/w4a16/values.cuh"
 #include "linear/w4a16/gemm_sm90/ring.cuh"
 #include "linear/w4a16/gemm_sm90/store.cuh"
-#include "linear/w4a16/gemm_sm90/wgmma.cuh"
+#include "kernels/runtime/wgmma.cuh"
 
 #define X_BYTES (TOKENS * STEP * 2)
 #define BOXES (STEP / 64)               // of 64 k, per step: a TMA box of x, a 64 x 64 block of W

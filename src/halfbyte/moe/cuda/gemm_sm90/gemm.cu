@@ -26,7 +26,7 @@
 //   STAGES                of 64 k in the ring of x, an even number, at least 4
 //   CTAS                  per SM: 1, 2 or 3
 
-#include "linear/w4a16/gemm_sm90/wgmma.cuh"
+#include "kernels/runtime/wgmma.cuh"
 #include "moe/cuda/gemm_sm90/loader.cuh"
 #include "moe/cuda/gemm_sm90/store.cuh"
 

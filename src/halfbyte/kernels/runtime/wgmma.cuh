@@ -31,9 +31,10 @@
 #define NAMES_128 NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // Operands: the accumulators, four words of A, B's descriptor, and whether to add to the sums.
-#define WGMMA_OF(tokens, sums, a0, a1, a2, a3, b, add) \
+#define WGMMA_OF(tokens, sums, a0, a1, a2, a3, b, add) WGMMA_FORM(tokens, sums, a0, a1, a2, a3, b, add, 0)
+#define WGMMA_FORM(tokens, sums, a0, a1, a2, a3, b, add, transposed) \
   "{.reg .pred p; setp.ne.b32 p, %" #add ", 0; wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." WGMMA_TYPES \
-  " {" sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 0;}"
+  " {" sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, " #transposed ";}"
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D8(i) D4(i), D4(i + 4)
 #define D16(i) D8(i), D8(i + 8)
@@ -107,3 +108,22 @@ WGMMA_FUNCTION(208)
 WGMMA_FUNCTION(224)
 WGMMA_FUNCTION(240)
 WGMMA_FUNCTION(256)
+
+#define WGMMA_ROWS_64 WGMMA_FORM(64, NAMES_32, 32, 33, 34, 35, 36, 37, 1)
+#define WGMMA_ROWS_128 WGMMA_FORM(128, NAMES_64, 64, 65, 66, 67, 68, 69, 1)
+#define WGMMA_ROWS(n) WGMMA_ROWS_##n
+
+// The same, with B's 16 rows, k, in memory instead of its columns: 128 bytes each with 128-byte swizzle, 64 columns,
+// one after another. The other 64 columns are at a stride that `b_low` has.
+template <int N>
+__device__ __forceinline__ void wgmma_rows(float* d, const u32* a, u32 b_low, bool add);
+
+#define WGMMA_ROWS_FUNCTION(n)                                                                                 \
+  template <>                                                                                                  \
+  __device__ __forceinline__ void wgmma_rows<n>(float* d, const u32* a, u32 b_low, bool add) {                 \
+    u64 b = wgmma_descriptor(b_low);                                                                           \
+    asm volatile(WGMMA_ROWS(n) : SUMS(n) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add)); \
+  }
+
+WGMMA_ROWS_FUNCTION(64)
+WGMMA_ROWS_FUNCTION(128)

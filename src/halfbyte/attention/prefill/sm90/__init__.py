@@ -1,0 +1,1 @@
+"""Attention of prompts in CUDA C++ for SM90."""
