@@ -347,7 +347,8 @@ def gemm_tiles(
 
 
 def experts() -> None:
-    """`experts.cu` and, on SM90, `gemm_sm90/`; Triton. Two of eight experts get no token."""
+    """`token.cu`, `experts.cu` and, on SM90, `gemm_sm90/`; Triton. Two of eight experts get no
+    token."""
     for name, options in EXPERTS.items():
         for h, i in ((608, 96), (96, 544)):
             made = random_experts(8, h, i, **options)

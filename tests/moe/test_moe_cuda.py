@@ -212,7 +212,7 @@ def test_error_on_a_gpu(
 ) -> None:
     options: Any = {"weight_format": weight_format, "activation": activation, "bias": bias}
     experts = on_gpu(random_experts(8, h, i, dtype=dtype, **options))
-    for m, top_k in ((0, 2), (1, 3), (2, 8), (7, 1), (20, 2), (32, 2), (200, 4)):
+    for m, top_k in ((0, 2), (1, 3), (1, 8), (2, 8), (7, 1), (20, 2), (32, 2), (200, 4)):
         ids, weights = (t.cuda() for t in random_routing(m, top_k, 8))
         ids[m // 2 :: 7, :1] = -1
         hidden = random_hidden(m, h, dtype).cuda()
@@ -230,7 +230,7 @@ def test_one_expert_takes_all_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [9, 150], ids=["few", "many"])
+@pytest.mark.parametrize("m", [1, 9, 150], ids=["one", "few", "many"])
 def test_in_a_cuda_graph_after_itself(m: int) -> None:
     """Each call takes the previous one's result and overlaps with it; routing changes."""
     experts = on_gpu(random_experts(8, 2048, 768, dtype=torch.bfloat16))

@@ -138,14 +138,16 @@ def test_the_number_of_pairs_selects() -> None:
     for gpu, many in ((H200, "gemm"), (RTX_3090, "triton")):
         variant.cache_clear()
         with patch.object(kernel, "gpu_of", lambda device, gpu=gpu: gpu):
-            assert variant(96 * 8, QWEN, 0) == "streaming"
-            assert variant(64 * 4, GPT, 0) == "streaming"
-            assert variant(97 * 8, QWEN, 0) == ("gemm" if gpu is H200 else "streaming")
-            assert variant(65 * 4, GPT, 0) == many
-            assert variant(128 * 8, QWEN, 0) == ("gemm" if gpu is H200 else "streaming")
-            assert variant(129 * 8, QWEN, 0) == many
-            assert variant(MAX_PAIRS, QWEN, 0) == many
-            assert variant(MAX_PAIRS + 1, QWEN, 0) == "triton"
+            assert variant(1, 8, QWEN, 0) == "token"
+            assert variant(1, 32, QWEN, 0) == "streaming"
+            assert variant(96, 8, QWEN, 0) == "streaming"
+            assert variant(64, 4, GPT, 0) == "streaming"
+            assert variant(97, 8, QWEN, 0) == ("gemm" if gpu is H200 else "streaming")
+            assert variant(65, 4, GPT, 0) == many
+            assert variant(128, 8, QWEN, 0) == ("gemm" if gpu is H200 else "streaming")
+            assert variant(129, 8, QWEN, 0) == many
+            assert variant(MAX_PAIRS, 1, QWEN, 0) == many
+            assert variant(MAX_PAIRS + 1, 1, QWEN, 0) == "triton"
     variant.cache_clear()
 
 

@@ -28,27 +28,38 @@
 //   PARTS                 of 128 k in an item
 //   STAGES, CTAS          items in a ring, CTAs per SM
 
-#include "moe/cuda/loader.cuh"
+#include "moe/cuda/stream.cuh"
 #include "moe/cuda/tokens.cuh"
 
-#define SUM_BYTES (COLUMN_TILES * 512)  // of a warp's sums of a tile
+#define UNITS ((TILES + GROUPS - 1) / GROUPS)  // of GROUPS tiles
 
-// What a group's result needs besides sums, loaded before the sums are there.
-struct Vectors {
-  int row;      // of this lane's first sums: its channel if GATED
-  bool exists;  // whether the expert has such a channel
-  float scale[2], bias[2];
+// The tile that a group of warps computes in a unit. In the last unit of an entry it may be TILES or more: none.
+__device__ __forceinline__ int tile_of_unit(int unit, int group) { return unit % UNITS * GROUPS + group; }
 
-  __device__ __forceinline__ void load(const Params& p, int expert, int tile) {
-    const int g = (threadIdx.x & 31) / 4;
-    row = GATED ? channel_of(tile, g) : tile * 16 + g;
-    exists = !GATED || CHANNELS % 64 == 0 || row < CHANNELS;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      scale[i] = OPERAND_SCALE * (p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f);
-      const int loaded = !GATED ? row + 8 * i : INTERLEAVED ? 2 * row + i : row + i * CHANNELS;
-      bias[i] = p.bias && exists ? number_at(p.bias, (u64)expert * N + loaded, p.bias_dtype) : 0.0f;
-    }
+// A group's tiles of a range of units.
+struct UnitTiles {
+  const Params& p;
+  const Routing& routing;
+  int unit, end, group;
+
+  __device__ __forceinline__ UnitTiles(const Params& p, const Routing& routing, int begin, int end, int group)
+      : p(p), routing(routing), unit(begin), end(end), group(group) {
+    skip_none();
+  }
+
+  __device__ __forceinline__ void skip_none() {
+    if (TILES % GROUPS && valid() && tile_of_unit(unit, group) >= TILES) unit++;
+  }
+
+  __device__ __forceinline__ bool valid() const { return unit < end; }
+
+  __device__ __forceinline__ const u8* begin() const {
+    return p.tile(routing.entry(unit / UNITS).expert, tile_of_unit(unit, group));
+  }
+
+  __device__ __forceinline__ void advance() {
+    unit++;
+    skip_none();
   }
 };
 
@@ -76,48 +87,6 @@ __device__ __forceinline__ void store_tile(const Params& p, const Routing& routi
   }
 }
 
-// A lane's values of a part, 16 rows x 128 k.
-struct Part {
-  uint4 words[2];  // of each chunk: two of row g, two of row g + 8
-  Scales scales;
-
-  // `from` is the part in shared memory.
-  __device__ __forceinline__ void load(u32 from, u32 exponent) {
-    const int lane = threadIdx.x & 31;
-    const u32 word = load_shared_word(from + scale_offset(lane));
-#pragma unroll
-    for (int i = 0; i < 2; i++) words[i] = load16(from + SCALE_BYTES + i * CHUNK_BYTES + lane * 16);
-    scales.unpack(word, exponent);
-  }
-
-  // `x_at`: where this lane's bytes of its row of x begin, for each tile of columns.
-  __device__ __forceinline__ void multiply(float (*acc)[4], const u8* const* x_at, u32 offset, int count,
-                                           bool has_both) const {
-#pragma unroll
-    for (int chunk = 0; chunk < 2; chunk++) {
-      if (chunk == 1 && !has_both) break;
-      const u32 upper[2] = {words[chunk].x, words[chunk].y}, lower[2] = {words[chunk].z, words[chunk].w};
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        u32 a[2][4];
-        scales.operands(a, upper[j], lower[j], chunk);
-#pragma unroll
-        for (int i = 0; i < COLUMN_TILES; i++) {
-          if (i > 0 && count <= 8 * i) break;
-          const uint4 x = *(const uint4*)(x_at[i] + offset + chunk * 128 + j * 64);
-          matmul(acc[i], a[0], x.x, x.y);
-          matmul(acc[i], a[1], x.z, x.w);
-        }
-      }
-    }
-  }
-};
-
-// Waits for all warps of a group.
-__device__ __forceinline__ void wait_for_group(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(32 * SPLIT) : "memory");
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
@@ -135,18 +104,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
   const int total = *routing.num_entries * UNITS;
   const int begin = (int)((long long)total * blockIdx.x / gridDim.x);
   const int end = (int)((long long)total * (blockIdx.x + 1) / gridDim.x);
-
-  u8* const ring = rings + warp * STAGES * ITEM_BYTES;
-  Loader loader(p, routing, begin, end, group, split);
-#pragma unroll
-  for (int i = 0; i < STAGES; i++) loader.step(shared_address(ring) + i * ITEM_BYTES);
+  Stream<UnitTiles> stream(p, {p, routing, begin, end, group}, rings + warp * STAGES * ITEM_BYTES, split);
 #if !GATED
   wait_for_previous();
   allow_next();
 #endif
 
-  const u32 exponent = p.max_entries > 0 ? SCALE_EXPONENT : 0;
-  int at_entry = -1, count = 0, slot = 0, turn = 0;
+  int at_entry = -1, count = 0, turn = 0;
   const u8* x_at[COLUMN_TILES];
   for (int unit = begin; unit < end; unit++) {
     const Entry entry = routing.entry(unit / UNITS);
@@ -170,45 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
     Vectors vectors;
     if (finishes) vectors.load(p, entry.expert, tile);
     float acc[COLUMN_TILES][4] = {};
-#pragma unroll 1
-    for (int i = split; i < ITEMS; i += SPLIT) {
-      const u32 from = shared_address(ring) + slot * ITEM_BYTES;
-      wait_for_copies<STAGES - 1>();
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < PARTS; j++) {
-        const int at = i * PARTS + j;
-        const bool is_last = j == PARTS - 1 || (IS_RAGGED && at == PARTS_OF_K - 1);
-        Part part;
-        part.load(from + j * PART_BYTES, exponent);
-        if (is_last) {
-          __syncwarp();  // all lanes have read the item
-          loader.step(from);
-        }
-        part.multiply(acc, x_at, at * (PART_K * 2), count, CHUNKS_OF_K % 2 == 0 || at < PARTS_OF_K - 1);
-        if (is_last) break;
-      }
-      slot = slot == STAGES - 1 ? 0 : slot + 1;
-    }
-    if (SPLIT > 1) {
-      // Two sets of sums, so that a warp may begin the next unit while these are read.
-      u8* const set = sums + ((turn & 1) * GROUPS + group) * SPLIT * SUM_BYTES + lane * 16;
-#pragma unroll
-      for (int i = 0; i < COLUMN_TILES; i++)
-        *(float4*)(set + split * SUM_BYTES + i * 512) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
-      wait_for_group(group);
-      if (finishes) {
-#pragma unroll
-        for (int i = 0; i < COLUMN_TILES; i++) {
-          acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
-#pragma unroll
-          for (int j = 0; j < SPLIT; j++) {
-            const float4 sum = *(const float4*)(set + j * SUM_BYTES + i * 512);
-            acc[i][0] += sum.x, acc[i][1] += sum.y, acc[i][2] += sum.z, acc[i][3] += sum.w;
-          }
-        }
-      }
-    }
+    stream.multiply_tile(acc, x_at, count);
+    if (SPLIT > 1) add_group(acc, sums, turn, group, split, finishes);
     if (finishes) store_tile(p, routing, vectors, count, acc);
     turn++;
   }

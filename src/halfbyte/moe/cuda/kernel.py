@@ -1,9 +1,10 @@
-"""CUDA C++ for experts, packed at load (`packed.py`): from SM80 a streaming kernel for few tokens
-per expert, on SM90 also a `wgmma` GEMM for more; otherwise Triton's.
+"""CUDA C++ for experts, packed at load (`packed.py`): from SM80 streaming kernels for one token and
+for few tokens per expert, on SM90 also a `wgmma` GEMM for more; otherwise Triton's.
 
 Shapes alone decide (`_variant`), so that a call can be captured in a CUDA graph. The variants sum
-in different orders, so batch-invariant layers are left to the backend `triton`. `launcher.py` and
-`gemm_sm90/launcher.py` launch them; the second also uses functions of the first."""
+in different orders, so batch-invariant layers are left to the backend `triton`. `launcher.py`,
+`token_launcher.py` and `gemm_sm90/launcher.py` launch them; the others also use functions of the
+first."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -17,6 +18,7 @@ from halfbyte.linear.tensors import matrix_of
 from halfbyte.linear.w4a16.gpu import gpu_of
 from halfbyte.moe.base import MoeConfig, OperatorKernel
 from halfbyte.moe.cuda import launcher as streamed
+from halfbyte.moe.cuda import token_launcher as token
 from halfbyte.moe.cuda.gemm_sm90 import launcher as gemm
 from halfbyte.moe.cuda.gemm_sm90.plan import MAX_PAIRS
 from halfbyte.moe.cuda.launcher import work_of
@@ -27,6 +29,7 @@ from halfbyte.moe.cuda.packed import (
     unpack_matrices,
 )
 from halfbyte.moe.cuda.plan import MAX_EXPERTS, SIZE_MULTIPLE, Work, is_small
+from halfbyte.moe.cuda.token_plan import make_token_plan
 from halfbyte.moe.experts import GatedActivation, PackedExperts, WeightFormat
 from halfbyte.moe.triton import TritonKernel
 
@@ -64,11 +67,11 @@ def nvfp4_moe_cuda(
     gate_up = PackedMatrix(gate_up_packed, gate_up_global_scale, gate_up_bias, *sizes)
     down = PackedMatrix(down_packed, down_global_scale, down_bias, n, intermediate_size)
     works = work_of(gate_up, activation), work_of(down, None)
-    variant = _variant(topk_ids.numel(), works, x.get_device())
+    variant = _variant(*topk_ids.shape, works, x.get_device())
     routing = topk_ids.contiguous(), topk_weights.contiguous()
     arguments = matrix_of(x), gate_up, down, activation, *routing
     if variant != "triton":
-        return (streamed if variant == "streaming" else gemm).run(*arguments)
+        return {"token": token, "streaming": streamed, "gemm": gemm}[variant].run(*arguments)
     # Imported here: the registry must not need Triton.
     from halfbyte.moe.triton_launcher import moe_triton
 
@@ -77,10 +80,12 @@ def nvfp4_moe_cuda(
 
 @lru_cache(maxsize=4096)
 def _variant(
-    num_pairs: int, works: tuple[Work, Work], device: int
-) -> Literal["streaming", "gemm", "triton"]:
-    """The kernels for so many pairs: `experts.cu`, `gemm.cu` or Triton's."""
-    gpu, num_experts = gpu_of(device), works[0].num_experts
+    m: int, top_k: int, works: tuple[Work, Work], device: int
+) -> Literal["token", "streaming", "gemm", "triton"]:
+    """The kernels for so many tokens: `token.cu`, `experts.cu`, `gemm.cu` or Triton's."""
+    gpu, num_experts, num_pairs = gpu_of(device), works[0].num_experts, m * top_k
+    if m == 1 and all(make_token_plan(work, top_k, gpu) for work in works):
+        return "token"
     max_beside_gemm = _MAX_MEAN_BESIDE_GEMM[works[0].weight_format] * num_experts
     has_gemm = gpu.compute_capability == 90 and num_pairs <= MAX_PAIRS
     is_faster = not has_gemm or num_pairs <= max_beside_gemm
@@ -142,6 +147,8 @@ class CudaKernel(OperatorKernel):
             down = matrix_of_tensors("down", tensors, experts.down.n, experts.down.k)
             device = experts.device.index or 0
             streamed.compile_experts(gate_up, down, activation, dtype, device)
+            works = work_of(gate_up, activation), work_of(down, None)
+            token.compile_token(works, dtype, device)
             if gpu_of(device).compute_capability == 90:
                 gemm.compile_gemm(gate_up, down, activation, dtype, device)
         return tensors

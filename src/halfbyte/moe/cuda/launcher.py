@@ -18,8 +18,8 @@ from halfbyte.moe.cuda.sums import compile_sum, sum_results
 from halfbyte.moe.experts import GatedActivation, WeightFormat
 
 
-class _Params(ctypes.Structure):
-    """`Params` of `experts.cu`."""
+class Params(ctypes.Structure):
+    """`Params` of `loader.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "global_scale", "bias")),
@@ -77,7 +77,7 @@ def _launch(
     plan = _plan(work, m, pairs.top_k, device)
     pairs.columns_log2 = plan.columns.bit_length() - 1
     entries = max_entries(pairs.count, work.num_experts, plan.columns)
-    arguments = product_arguments(_Params, matrices, activation, max_entries=entries)
+    arguments = product_arguments(Params, matrices, activation, max_entries=entries)
     arguments.params.pairs = pairs
     columns = work.n if activation is None else work.n // 2
     out = allocate(Memory.contiguous((pairs.count, columns), x.dtype), device)

@@ -1,6 +1,6 @@
-// experts.cu: which tiles and k a warp has, and how their weights are loaded.
+// The experts' streaming kernels: their sizes and parameters, and how a warp's weights are loaded.
 //
-// The macros are those of experts.cu.
+// The macros are those of experts.cu and token.cu.
 
 #pragma once
 #include "kernels/runtime/copies.cuh"
@@ -17,45 +17,41 @@
 #define IS_RAGGED (TILE_BYTES % ITEM_BYTES != 0)
 #define CHANNELS (N / 2)  // if GATED
 #define TILES (GATED ? (CHANNELS + 63) / 64 * 8 : N / 16)  // of 16 rows, per expert
-#define UNITS ((TILES + GROUPS - 1) / GROUPS)  // of GROUPS tiles
 
 struct Params {
   const u8* weight;           // [E, TILES, TILE_BYTES]
   const float* global_scale;  // [E, parts], or null
   const void* bias;           // [E, N], or null
   const u16* x;               // [M, K], or [pairs, K] if not GATED
-  u16* out;                   // [pairs, N/2], or [pairs, N] if not GATED
+  u16* out;                   // [pairs, N/2]; if not GATED [pairs, N], of token.cu [N]
   Pairs pairs;
   int parts, bias_dtype, max_entries;
   Activation activation;
+
+  __device__ __forceinline__ const u8* tile(int expert, int tile) const {
+    return weight + ((u64)expert * TILES + tile) * TILE_BYTES;
+  }
 };
 
-// The tile that a group of warps computes in a unit. In the last unit of an entry it may be TILES or more: none.
-__device__ __forceinline__ int tile_of_unit(int unit, int group) { return unit % UNITS * GROUPS + group; }
-
-// Prefetches a warp's items, 16 rows x PARTS * 128 k each, into its ring, unit after unit.
+// Prefetches a warp's items, 16 rows x PARTS * 128 k each, tile after tile. `Tiles` are the warp's: `valid()` until all
+// are passed, `begin()` of the present one in memory, `advance()`.
+template <class Tiles>
 struct Loader {
-  const Params& p;
-  const Routing& routing;
-  int unit, end, group, split, item;
+  Tiles tiles;
+  int split, item;
   const u8* tile;  // this lane's first 16 bytes of the tile
 
-  __device__ __forceinline__ Loader(const Params& p, const Routing& routing, int begin, int end, int group, int split)
-      : p(p), routing(routing), unit(begin), end(end), group(group), split(split) {
-    enter_unit();
-  }
+  __device__ __forceinline__ Loader(const Tiles& tiles, int split) : tiles(tiles), split(split) { enter_tile(); }
 
-  __device__ __forceinline__ void enter_unit() {
-    if (TILES % GROUPS && unit < end && tile_of_unit(unit, group) >= TILES) unit++;
-    if (unit >= end) return;
-    const u64 first = (u64)routing.entry(unit / UNITS).expert * TILES;
-    tile = p.weight + (first + tile_of_unit(unit, group)) * TILE_BYTES + threadIdx.x % 32 * 16;
+  __device__ __forceinline__ void enter_tile() {
+    if (!tiles.valid()) return;
+    tile = tiles.begin() + threadIdx.x % 32 * 16;
     item = split;
   }
 
   // Copies the next item to a slot, and advances.
   __device__ __forceinline__ void step(u32 slot) {
-    if (unit < end) {
+    if (tiles.valid()) {
       const int lane = threadIdx.x & 31;
       const u32 to = slot + lane * 16;
       const u8* from = tile + item * ITEM_BYTES;
@@ -67,8 +63,8 @@ struct Loader {
           copy16(to + at, from + at);
       item += SPLIT;
       if (item >= ITEMS) {
-        unit++;
-        enter_unit();
+        tiles.advance();
+        enter_tile();
       }
     }
     commit_copies();

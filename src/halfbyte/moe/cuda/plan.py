@@ -71,6 +71,16 @@ class Work(NamedTuple):
     gated: bool
     interleaved: bool = False
 
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        """Macros of the sources that tell it."""
+        return (
+            ("MX", int(self.weight_format == "mxfp4")),
+            ("GATED", int(self.gated)),
+            ("INTERLEAVED", int(self.interleaved)),
+            ("N", self.n),
+            ("K", self.k),
+        )
+
     def items(self, parts: int) -> int:
         """Items of a tile, each of so many parts."""
         return -(-self.k // (parts * PART_K))
@@ -115,11 +125,7 @@ class StreamingPlan(NamedTuple):
     def macros(self, work: Work) -> tuple[tuple[str, int], ...]:
         """Macros of the source except those of the dtype."""
         return (
-            ("MX", int(work.weight_format == "mxfp4")),
-            ("GATED", int(work.gated)),
-            ("INTERLEAVED", int(work.interleaved)),
-            ("N", work.n),
-            ("K", work.k),
+            *work.macros(),
             ("COLUMN_TILES", self.column_tiles),
             ("SPLIT", self.split),
             ("GROUPS", self.groups),

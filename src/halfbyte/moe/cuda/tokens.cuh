@@ -1,19 +1,31 @@
-// The tokens of an entry in shared memory, as operand B wants them: columns of x.
+// Tokens in shared memory, as operand B wants them: columns of x.
 //
 // A row has K padded to PART_K, with zeros. Lane c of four reads octets 2 c + j of each 64 k, j = 0, 1 (values.cuh). They
 // are stored as octets 4 j + c, so that the four lanes of a column read 64 consecutive bytes. Rows are 64 bytes longer
 // than a multiple of 128. So there are no bank conflicts.
 //
-// The macros are those of experts.cu.
+// The macros are those of experts.cu and token.cu.
 
 #pragma once
+#include "kernels/runtime/copies.cuh"
 #include "moe/cuda/routing.cuh"
 
 #define X_OCTETS (PARTS_OF_K * PART_K / 8)  // of 16 bytes, in a row
 #define X_ROW_BYTES (X_OCTETS * 16 + 64)
 #define X_LOADS 4  // in flight, per thread
 
-// Copies the tokens of the entry at hand; called by all threads, between barriers. `top_k` is 1 if x has a row per pair.
+// Starts to copy a row of x; `thread` of THREADS_OF_ROW that do it, which commit and wait as for weights. Not through
+// L1: the previous kernel may have written x while this one had begun.
+template <int THREADS_OF_ROW>
+__device__ __forceinline__ void copy_token(u8* to, const u16* row, int thread) {
+  for (int octet = thread; octet < X_OCTETS; octet += THREADS_OF_ROW) {
+    const int place = octet / 8 * 8 + octet % 2 * 4 + octet % 8 / 2;
+    const bool exists = PARTS_OF_K * PART_K == K || octet * 8 < K;
+    copy16_or_zeros(shared_address(to) + place * 16, row + (exists ? octet * 8 : 0), exists);
+  }
+}
+
+// Loads the tokens of the entry at hand; called by all threads, between barriers. `top_k` is 1 if x has a row per pair.
 __device__ __forceinline__ void load_tokens(u8* to, const u16* x, const Routing& routing, int top_k) {
   const int total = *routing.num_own * X_OCTETS;
   for (int first = threadIdx.x; first < total; first += THREADS * X_LOADS) {
