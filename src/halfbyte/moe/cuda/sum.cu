@@ -61,6 +61,15 @@ struct Place {
   }
 };
 
+// All places before the first result, so that latencies overlap; those beyond a token's pairs have no row.
+__device__ __forceinline__ void load_places(Place* places, const Params& p, int pair, int first) {
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    places[i] = {};
+    if (first + i < p.pairs.top_k) places[i].load(p, pair + first + i);
+  }
+}
+
 __device__ __forceinline__ int stride_of(const Params& p) {
 #if SORTED
   return p.stride;
@@ -73,16 +82,21 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS) moe_sum(const __grid_c
   const int token = blockIdx.x / p.blocks;
   const int column = (blockIdx.x % p.blocks * SUM_THREADS + threadIdx.x) * (2 * WORDS);
   const int top_k = p.pairs.top_k;
+  Place places[LOADS];
+#if SORTED
   wait_for_previous();
+  load_places(places, p, token * top_k, 0);
+#else
+  // Expert ids, which may be read before the wait: down lets this kernel start after its own wait, when all kernels
+  // before gate_up have ended.
+  load_places(places, p, token * top_k, 0);
+  wait_for_previous();
+#endif
   allow_next();
   if (column >= p.n) return;
   float sum[2 * WORDS] = {};
   for (int first = 0; first < top_k; first += LOADS) {
-    // Loads all places before the first result, so that latencies overlap.
-    Place places[LOADS];
-#pragma unroll
-    for (int i = 0; i < LOADS; i++)
-      if (first + i < top_k) places[i].load(p, token * top_k + first + i);
+    if (first > 0) load_places(places, p, token * top_k, first);
     Columns x[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
