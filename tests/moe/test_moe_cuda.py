@@ -61,7 +61,7 @@ def test_plans_fit_a_gpu(name: str, gpu: Gpu) -> None:
             plan = make_plan(work, m, top_k, gpu)
             assert plan in usual_plans(work, gpu)
             assert work.items(plan.parts) % plan.split == 0  # no warp waits for another
-            taken = plan.shared_bytes(work, m * top_k) + 1024
+            taken = plan.shared_bytes(work, m * top_k, gpu.num_sms) + 1024
             assert plan.ctas * taken <= gpu.block_bytes + 1024
             assert 0 < plan.grid(work, m * top_k, gpu.num_sms) <= plan.ctas * gpu.num_sms
 

@@ -168,3 +168,11 @@ def test_block_scales_of_any_size(exponent: int) -> None:
     hidden = random_hidden(5, HIDDEN, BF16)
     ids, weights = random_routing(5, 2, 5)
     assert_close_enough(run(hidden, experts, ids, weights), hidden, experts, ids, weights)
+
+
+def test_experts_of_one_cta() -> None:
+    """More experts than CTAs: a CTA has several, and one from which another CTA has tiles."""
+    experts, hidden = experts_of(KINDS["swiglu"], 37, 64, 96), random_hidden(21, 64, BF16)
+    ids, weights = random_routing(21, 5, 37)
+    out = run(hidden, experts, ids, weights)
+    assert_close_enough(out, hidden, experts, ids, weights)

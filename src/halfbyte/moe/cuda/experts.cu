@@ -64,8 +64,8 @@ struct UnitTiles {
 };
 
 // Writes a tile of the result from its sums: columns 2 t and 2 t + 1 of this lane's rows.
-__device__ __forceinline__ void store_tile(const Params& p, const Routing& routing, const Vectors& v, int count,
-                                           const float (*sums)[4]) {
+__device__ __forceinline__ void store_tile(const Params& p, const Routing& routing, const int* pairs, int count,
+                                           const Vectors& v, const float (*sums)[4]) {
   if (!v.exists) return;
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -74,12 +74,12 @@ __device__ __forceinline__ void store_tile(const Params& p, const Routing& routi
     for (int j = 0; j < 2; j++) {
       const int column = 8 * i + lane % 4 * 2 + j;
       if (column >= count) continue;
-      const u64 pair = routing.own_pairs[column];
+      const u64 pair = pairs[column];
       const float upper = fmaf(sums[i][j], v.scale[0], v.bias[0]), lower = fmaf(sums[i][2 + j], v.scale[1], v.bias[1]);
 #if GATED
       p.out[pair * CHANNELS + v.row] = (u16)pack_pair(p.activation(upper, lower), 0.0f);
 #else
-      const float weight = routing.own_weights[column];
+      const float weight = routing.weights[pair];
       p.out[pair * N + v.row] = (u16)pack_pair(upper * weight, 0.0f);
       p.out[pair * N + v.row + 8] = (u16)pack_pair(lower * weight, 0.0f);
 #endif
@@ -93,35 +93,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
   const int group = warp / SPLIT, split = warp % SPLIT;
   u8* const rings = shared + (X_ROW_BYTES << p.pairs.columns_log2);
   u8* const sums = rings + SPLIT * GROUPS * STAGES * ITEM_BYTES;
-  const Routing routing(p.pairs, p.max_entries, sums + (SPLIT > 1 ? SPLIT * GROUPS * 2 * SUM_BYTES : 0));
+  // A CTA's share of the units belongs to at most so many entries.
+  const int max_own = p.max_entries / gridDim.x + 2;
+  const Routing routing(p.pairs, p.max_entries, max_own, sums + (SPLIT > 1 ? SPLIT * GROUPS * 2 * SUM_BYTES : 0));
 #if GATED
   // Waits before it lets the second product start: that reads the expert ids, a result of earlier kernels, before it
   // waits itself.
   wait_for_previous();
   allow_next();
 #endif
-  routing.find_entries(p.pairs);
+  routing.find_entries(p.pairs, !GATED);
   const int total = *routing.num_entries * UNITS;
   const int begin = (int)((long long)total * blockIdx.x / gridDim.x);
   const int end = (int)((long long)total * (blockIdx.x + 1) / gridDim.x);
   Stream<UnitTiles> stream(p, {p, routing, begin, end, group}, rings + warp * STAGES * ITEM_BYTES, split);
+  const int first_entry = begin / UNITS;
+  routing.find_own(p.pairs, first_entry, begin < end ? (end - 1) / UNITS + 1 - first_entry : 0);
 #if !GATED
   wait_for_previous();
   allow_next();
 #endif
 
-  int at_entry = -1, count = 0, turn = 0;
+  int at_entry = -1, turn = 0;
   const u8* x_at[COLUMN_TILES];
   for (int unit = begin; unit < end; unit++) {
-    const Entry entry = routing.entry(unit / UNITS);
-    if (unit / UNITS != at_entry) {
-      at_entry = unit / UNITS;
-      __syncthreads();  // the last entry's tokens are no longer read
-      if (warp == 0) routing.find_pairs(p.pairs, entry);
+    const int own = unit / UNITS - first_entry, count = routing.own_counts[own];
+    const int* const pairs = routing.own_pairs + (own << p.pairs.columns_log2);
+    if (own != at_entry) {
+      if (own > 0) __syncthreads();  // the last entry's tokens are no longer read
+      load_tokens(shared, p.x, pairs, count, GATED ? p.pairs.top_k : 1);
       __syncthreads();
-      load_tokens(shared, p.x, routing, GATED ? p.pairs.top_k : 1);
-      __syncthreads();
-      count = *routing.num_own;
+      at_entry = own;
       // Columns beyond the entry's tokens read the last token again; their results are not written.
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES; i++)
@@ -132,11 +134,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
     // The warps of a group take turns in writing results.
     const bool finishes = turn % SPLIT == split;
     Vectors vectors;
-    if (finishes) vectors.load(p, entry.expert, tile);
+    if (finishes) vectors.load(p, routing.entry(unit / UNITS).expert, tile);
     float acc[COLUMN_TILES][4] = {};
     stream.multiply_tile(acc, x_at, count);
     if (SPLIT > 1) add_group(acc, sums, turn, group, split, finishes);
-    if (finishes) store_tile(p, routing, vectors, count, acc);
+    if (finishes) store_tile(p, routing, pairs, count, vectors, acc);
     turn++;
   }
 }

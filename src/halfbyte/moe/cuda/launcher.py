@@ -83,7 +83,7 @@ def _launch(
     out = allocate(Memory.contiguous((pairs.count, columns), x.dtype), device)
     arguments.bind(weight=matrices.packed, x=x, out=out)
     kernel = _product_kernel(x.dtype, plan.macros(work), gpu.block_bytes, device)
-    kernel = kernel._replace(shared_bytes=plan.shared_bytes(work, pairs.count))
+    kernel = kernel._replace(shared_bytes=plan.shared_bytes(work, pairs.count, gpu.num_sms))
     grid = plan.grid(work, pairs.count, gpu.num_sms)
     nvrtc.launch(
         *(kernel, grid, plan.threads, (arguments.params,)),

@@ -134,12 +134,13 @@ class StreamingPlan(NamedTuple):
             ("CTAS", self.ctas),
         )
 
-    def shared_bytes(self, work: Work, num_pairs: int) -> int:
+    def shared_bytes(self, work: Work, num_pairs: int, num_sms: int) -> int:
         """Dynamic shared memory of a CTA: x, rings, sums, and the lists of `routing.cuh`."""
         warps = self.split * self.groups
         sums = warps * 2 * self.column_tiles * 512 if self.split > 1 else 0
         entries = max_entries(num_pairs, work.num_experts, self.columns)
-        lists = 4 * (2 + 2 * self.columns + entries + work.num_experts + num_pairs)
+        own = entries // self.grid(work, num_pairs, num_sms) + 2
+        lists = 4 * (1 + own * (1 + self.columns) + entries + work.num_experts + 2 * num_pairs)
         rings = warps * self.stages * work.item_bytes(self.parts)
         return self.columns * work.x_row_bytes + rings + sums + lists
 
@@ -245,6 +246,6 @@ def _fitting(
     groups = option.warps // split
     ctas = option.warps * option.ctas // (split * groups)
     plan = StreamingPlan(columns, split, groups, option.stages, ctas, option.parts)
-    taken = plan.shared_bytes(work, num_pairs) + RESERVED_BYTES
+    taken = plan.shared_bytes(work, num_pairs, gpu.num_sms) + RESERVED_BYTES
     fits = taken * ctas <= gpu.block_bytes + RESERVED_BYTES
     return plan if fits and work.items(option.parts) % split == 0 else None

@@ -42,28 +42,31 @@ struct Entry {
 
 // In shared memory.
 struct Routing {
-  int* experts;    // [pairs.count]: of each pair, or -1
-  int* counts;     // [num_experts]: pairs of each expert
-  int* entries;    // expert and chunk << 16
-  int* own_pairs;  // [columns]: of the entry at hand
-  float* own_weights;
   int* num_entries;
-  int* num_own;
+  int* own_counts;  // [max_own]: pairs of each of the CTA's own entries
+  int* own_pairs;   // [max_own, columns]
+  int* entries;     // [max_entries]: expert and chunk << 16
+  int* counts;      // [num_experts]: pairs of each expert
+  int* experts;     // [pairs.count]: of each pair, or -1
+  float* weights;   // [pairs.count]: of the router
 
-  __device__ __forceinline__ Routing(const Pairs& pairs, int max_entries, u8* shared) {
+  __device__ __forceinline__ Routing(const Pairs& pairs, int max_entries, int max_own, u8* shared) {
     num_entries = (int*)shared;
-    num_own = num_entries + 1;
-    own_pairs = num_entries + 2;
-    own_weights = (float*)(own_pairs + (1 << pairs.columns_log2));
-    entries = (int*)(own_weights + (1 << pairs.columns_log2));
+    own_counts = num_entries + 1;
+    own_pairs = own_counts + max_own;
+    entries = own_pairs + (max_own << pairs.columns_log2);
     counts = entries + max_entries;
     experts = counts + pairs.num_experts;
+    weights = (float*)(experts + pairs.count);
   }
 
   // Called by all threads of the CTA.
-  __device__ __forceinline__ void find_entries(const Pairs& pairs) const {
+  __device__ __forceinline__ void find_entries(const Pairs& pairs, bool with_weights) const {
     for (int i = threadIdx.x; i < pairs.num_experts; i += blockDim.x) counts[i] = 0;
-    for (int i = threadIdx.x; i < pairs.count; i += blockDim.x) experts[i] = pairs.expert(i);
+    for (int i = threadIdx.x; i < pairs.count; i += blockDim.x) {
+      experts[i] = pairs.expert(i);
+      if (with_weights) weights[i] = number_at(pairs.weights, i, pairs.weights_dtype);
+    }
     __syncthreads();
     for (int i = threadIdx.x; i < pairs.count; i += blockDim.x)
       if (experts[i] >= 0) atomicAdd(counts + experts[i], 1);
@@ -79,23 +82,30 @@ struct Routing {
     for (int first = 0; first < pairs.num_experts; first += 32) {
       const int expert = first + lane, count = expert < pairs.num_experts ? counts[expert] : 0;
       const int chunks = (count + (1 << pairs.columns_log2) - 1) >> pairs.columns_log2;
-      int end = chunks;
-#pragma unroll
-      for (int delta = 1; delta < 32; delta *= 2) {
-        const int before = __shfl_up_sync(~0u, end, delta);
-        if (lane >= delta) end += before;
+      // Most experts have one chunk or none, so that two rounds tell how many entries the lanes below have.
+      int begin = total;
+      for (int chunk = 0;; chunk++) {
+        const u32 more = __ballot_sync(~0u, chunks > chunk);
+        if (!more) break;
+        begin += __popc(more & ((1u << lane) - 1));
+        total += __popc(more);
       }
-      for (int chunk = 0; chunk < chunks; chunk++)
-        entries[total + end - chunks + chunk] = expert | chunk << 16;
-      total += __shfl_sync(~0u, end, 31);
+      for (int chunk = 0; chunk < chunks; chunk++) entries[begin + chunk] = expert | chunk << 16;
     }
     if (lane == 0) *num_entries = total;
   }
 
   __device__ __forceinline__ Entry entry(int i) const { return {entries[i] & 0xFFFF, entries[i] >> 16}; }
 
-  // Finds the pairs of an entry and their weights. Called by one warp.
-  __device__ __forceinline__ void find_pairs(const Pairs& pairs, const Entry& entry) const {
+  // Finds the pairs of `own` entries from `first` on. Called by all threads of the CTA.
+  __device__ __forceinline__ void find_own(const Pairs& pairs, int first, int own) const {
+    for (int i = threadIdx.x / 32; i < own; i += blockDim.x / 32)
+      own_counts[i] = find_pairs(pairs, entry(first + i), own_pairs + (i << pairs.columns_log2));
+    __syncthreads();
+  }
+
+  // Finds the pairs of an entry, and returns how many there are. Called by one warp.
+  __device__ __forceinline__ int find_pairs(const Pairs& pairs, const Entry& entry, int* found) const {
     const int lane = threadIdx.x & 31, columns = 1 << pairs.columns_log2;
     int rank = -entry.chunk * columns;  // of the next pair of the expert
     for (int first = 0; first < pairs.count && rank < columns; first += 32) {
@@ -103,12 +113,9 @@ struct Routing {
       const bool own = pair < pairs.count && experts[pair] == entry.expert;
       const u32 owners = __ballot_sync(~0u, own);
       const int own_rank = rank + __popc(owners & ((1u << lane) - 1));
-      if (own && own_rank >= 0 && own_rank < columns) {
-        own_pairs[own_rank] = pair;
-        own_weights[own_rank] = number_at(pairs.weights, pair, pairs.weights_dtype);
-      }
+      if (own && own_rank >= 0 && own_rank < columns) found[own_rank] = pair;
       rank += __popc(owners);
     }
-    if (lane == 0) *num_own = min(rank, columns);
+    return min(rank, columns);
   }
 };

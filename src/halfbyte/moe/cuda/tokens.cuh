@@ -8,42 +8,43 @@
 
 #pragma once
 #include "kernels/runtime/copies.cuh"
-#include "moe/cuda/routing.cuh"
 
 #define X_OCTETS (PARTS_OF_K * PART_K / 8)  // of 16 bytes, in a row
 #define X_ROW_BYTES (X_OCTETS * 16 + 64)
 #define X_LOADS 4  // in flight, per thread
 
+// The offset of an octet in its row.
+__device__ __forceinline__ int place_of(int octet) { return (octet / 8 * 8 + octet % 2 * 4 + octet % 8 / 2) * 16; }
+
+// Starts to copy an octet of a row; beyond K zeros.
+__device__ __forceinline__ void copy_octet(u8* to, const u16* row, int octet) {
+  const bool exists = PARTS_OF_K * PART_K == K || octet * 8 < K;
+  copy16_or_zeros(shared_address(to) + place_of(octet), row + (exists ? octet * 8 : 0), exists);
+}
+
 // Starts to copy a row of x; `thread` of THREADS_OF_ROW that do it, which commit and wait as for weights. Not through
 // L1: the previous kernel may have written x while this one had begun.
 template <int THREADS_OF_ROW>
 __device__ __forceinline__ void copy_token(u8* to, const u16* row, int thread) {
-  for (int octet = thread; octet < X_OCTETS; octet += THREADS_OF_ROW) {
-    const int place = octet / 8 * 8 + octet % 2 * 4 + octet % 8 / 2;
-    const bool exists = PARTS_OF_K * PART_K == K || octet * 8 < K;
-    copy16_or_zeros(shared_address(to) + place * 16, row + (exists ? octet * 8 : 0), exists);
-  }
+  for (int octet = thread; octet < X_OCTETS; octet += THREADS_OF_ROW) copy_octet(to, row, octet);
 }
 
-// Loads the tokens of the entry at hand; called by all threads, between barriers. `top_k` is 1 if x has a row per pair.
-__device__ __forceinline__ void load_tokens(u8* to, const u16* x, const Routing& routing, int top_k) {
-  const int total = *routing.num_own * X_OCTETS;
+// Loads rows pairs[0] / top_k, ... of x; called by all threads, before a barrier. `top_k` is 1 if x has a row per pair.
+__device__ __forceinline__ void load_tokens(u8* to, const u16* x, const int* pairs, int count, int top_k) {
+  const int total = count * X_OCTETS;
   for (int first = threadIdx.x; first < total; first += THREADS * X_LOADS) {
     uint4 v[X_LOADS];
 #pragma unroll
     for (int i = 0; i < X_LOADS; i++) {
       const int at = first + i * THREADS, column = at / X_OCTETS, octet = at % X_OCTETS;
       v[i] = make_uint4(0, 0, 0, 0);
-      // Not through L1: the previous kernel may have written x while this one had begun.
-      if (at < total && octet * 8 < K)
-        v[i] = __ldcg((const uint4*)(x + (u64)(routing.own_pairs[column] / top_k) * K + octet * 8));
+      if (at < total && octet * 8 < K) v[i] = __ldcg((const uint4*)(x + (u64)(pairs[column] / top_k) * K + octet * 8));
     }
 #pragma unroll
     for (int i = 0; i < X_LOADS; i++) {
-      const int at = first + i * THREADS, column = at / X_OCTETS, octet = at % X_OCTETS;
+      const int at = first + i * THREADS;
       if (at >= total) break;
-      const int place = octet / 8 * 8 + octet % 2 * 4 + octet % 8 / 2;
-      *(uint4*)(to + column * X_ROW_BYTES + place * 16) = v[i];
+      *(uint4*)(to + at / X_OCTETS * X_ROW_BYTES + place_of(at % X_OCTETS)) = v[i];
     }
   }
 }
