@@ -14,7 +14,8 @@
 #define ITEMS ((PARTS_OF_K + PARTS - 1) / PARTS)
 #define ITEM_BYTES (PARTS * PART_BYTES)
 #define TILE_BYTES (CHUNKS_OF_K * CHUNK_BYTES + PARTS_OF_K * SCALE_BYTES)
-#define IS_RAGGED (TILE_BYTES % ITEM_BYTES != 0)
+#define LAST_ITEM_BYTES (TILE_BYTES - (ITEMS - 1) * ITEM_BYTES)
+#define IS_RAGGED (LAST_ITEM_BYTES != ITEM_BYTES)
 #define CHANNELS (N / 2)  // if GATED
 #define TILES (GATED ? (CHANNELS + 63) / 64 * 8 : N / 16)  // of 16 rows, per expert
 
@@ -49,18 +50,22 @@ struct Loader {
     item = split;
   }
 
+  template <int BYTES>
+  __device__ __forceinline__ void copy(u32 slot) const {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int at = 0; at < BYTES; at += 512)
+      if (at + 512 <= BYTES || lane * 16 + at < BYTES)
+        copy16(slot + lane * 16 + at, tile + item * ITEM_BYTES + at);
+  }
+
   // Copies the next item to a slot, and advances.
   __device__ __forceinline__ void step(u32 slot) {
     if (tiles.valid()) {
-      const int lane = threadIdx.x & 31;
-      const u32 to = slot + lane * 16;
-      const u8* from = tile + item * ITEM_BYTES;
-      // Bytes of the item, or more.
-      const int left = IS_RAGGED ? TILE_BYTES - item * ITEM_BYTES : ITEM_BYTES;
-#pragma unroll
-      for (int at = 0; at < ITEM_BYTES; at += 512)
-        if (IS_RAGGED || at + 512 > ITEM_BYTES ? lane * 16 + at < min(left, ITEM_BYTES) : true)
-          copy16(to + at, from + at);
+      if (IS_RAGGED && item == ITEMS - 1)
+        copy<LAST_ITEM_BYTES>(slot);
+      else
+        copy<ITEM_BYTES>(slot);
       item += SPLIT;
       if (item >= ITEMS) {
         tiles.advance();

@@ -21,17 +21,25 @@ struct Part {
     scales.unpack(word, exponent);
   }
 
-  // `x_at`: where this lane's bytes of its row of x begin, for each tile of columns.
-  __device__ __forceinline__ void multiply(float (*acc)[4], const u8* const* x_at, u32 offset, int count,
-                                           bool has_both) const {
+  // Adds the part times `count` columns. `x_at`: where this lane's bytes of its row of x begin, for each tile of columns.
+  __device__ __forceinline__ void multiply(float (*acc)[4], const u8* const* x_at, u32 offset, int count) const {
+#if MX
+    // Not where operands are made: branches there would keep the compiler from mixing unpacking and matmuls.
+    if (scales.large) return multiply_if<true>(acc, x_at, offset, count);
+#endif
+    multiply_if<false>(acc, x_at, offset, count);
+  }
+
+  // A chunk that K does not have is multiplied, too: it has scales 0 and old codes, all finite, and zeros as tokens.
+  template <bool LARGE>
+  __device__ __forceinline__ void multiply_if(float (*acc)[4], const u8* const* x_at, u32 offset, int count) const {
 #pragma unroll
     for (int chunk = 0; chunk < 2; chunk++) {
-      if (chunk == 1 && !has_both) break;
       const u32 upper[2] = {words[chunk].x, words[chunk].y}, lower[2] = {words[chunk].z, words[chunk].w};
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         u32 a[2][4];
-        scales.operands(a, upper[j], lower[j], chunk);
+        scales.operands_if<LARGE>(a, upper[j], lower[j], chunk);
 #pragma unroll
         for (int i = 0; i < COLUMN_TILES; i++) {
           if (i > 0 && count <= 8 * i) break;
@@ -74,7 +82,7 @@ struct Stream {
           __syncwarp();  // all lanes have read the item
           loader.step(from);
         }
-        part.multiply(acc, x_at, at * (PART_K * 2), count, CHUNKS_OF_K % 2 == 0 || at < PARTS_OF_K - 1);
+        part.multiply(acc, x_at, at * (PART_K * 2), count);
         if (is_last) break;
       }
       slot = slot == STAGES - 1 ? 0 : slot + 1;

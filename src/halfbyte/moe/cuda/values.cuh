@@ -61,6 +61,15 @@ struct Scales {
 
   // Operand A of two matmuls, from a word of rows g and g + 8 of a chunk.
   __device__ __forceinline__ void operands(u32 (*a)[4], u32 upper, u32 lower, int chunk) const {
+    operands_if<false>(a, upper, lower, chunk);
+#if MX
+    if (large) multiply_excess(a, chunk);
+#endif
+  }
+
+  // The same where it is known whether there is an excess.
+  template <bool LARGE>
+  __device__ __forceinline__ void operands_if(u32 (*a)[4], u32 upper, u32 lower, int chunk) const {
     u32 pairs[2][4];
     unpack_values(pairs[0], upper);
     unpack_values(pairs[1], lower);
@@ -70,13 +79,17 @@ struct Scales {
       a[i / 2][i % 2 * 2 + 1] = multiply2(pairs[1][i], both_high(of_chunk[chunk]));
     }
 #if MX
-    if (large) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        a[i / 2][i % 2 * 2] = multiply2(a[i / 2][i % 2 * 2], both_low(excess[chunk]));
-        a[i / 2][i % 2 * 2 + 1] = multiply2(a[i / 2][i % 2 * 2 + 1], both_high(excess[chunk]));
-      }
-    }
+    if (LARGE) multiply_excess(a, chunk);
 #endif
   }
+
+#if MX
+  __device__ __forceinline__ void multiply_excess(u32 (*a)[4], int chunk) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      a[i / 2][i % 2 * 2] = multiply2(a[i / 2][i % 2 * 2], both_low(excess[chunk]));
+      a[i / 2][i % 2 * 2 + 1] = multiply2(a[i / 2][i % 2 * 2 + 1], both_high(excess[chunk]));
+    }
+  }
+#endif
 };
