@@ -196,13 +196,20 @@ def load(
 
 
 def _allow_shared_bytes(function: int, shared_bytes: int) -> None:
-    """Raise the limit of a function's dynamic shared memory, which is 48 KiB at first."""
+    """Raise the limit of a function's dynamic shared memory, which is 48 KiB at first.
+
+    Such a function also asks for an SM's largest share of shared memory (the rest is L1). The
+    driver's choice may be just enough for the function's own CTAs, and then CTAs of the next
+    kernel cannot start beside them.
+    """
     from cuda.bindings import driver
 
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    handle = driver.CUfunction(function)
-    if _check(driver.cuFuncGetAttribute(attribute, handle)) < shared_bytes:
-        _check(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
+    attributes, handle = driver.CUfunction_attribute, driver.CUfunction(function)
+    limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    if _check(driver.cuFuncGetAttribute(limit, handle)) < shared_bytes:
+        _check(driver.cuFuncSetAttribute(handle, limit, shared_bytes))
+        share = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _check(driver.cuFuncSetAttribute(handle, share, 100))  # percent
 
 
 def launch(
