@@ -111,7 +111,8 @@ __device__ __forceinline__ u32 both_high(u32 x) {
 //   - At least one thread of a launch waits, so that a kernel ends after those in front.
 //   - Exceptions. A store, and products of experts, call allow_next only after their own wait, when all kernels before
 //     them have ended. So before its wait decode behind a store may access everything except what the store writes,
-//     merge behind such a decode may read the plan, and the second product of experts and their sum the expert ids.
+//     merge behind such a decode may read the plan, and the second product of experts and their sum the
+//     router's ids and weights.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

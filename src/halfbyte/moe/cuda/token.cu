@@ -110,12 +110,27 @@ __device__ __forceinline__ void multiply(const Params& p, u8* x, u8* rings, u8* 
 #else
 #define X_ROWS p.pairs.count
 
+// What sums of a hit are multiplied by, in registers: lane i has the i-th hit's. Loaded before the first product has
+// ended, because that takes longer than a hit's matmuls.
+struct Factors {
+  float weight = 0.0f, scale[2] = {};  // of the router; of rows 0 to 7 and 8 to 15
+
+  __device__ __forceinline__ Factors(const Params& p, const Hits& hits) {
+    if ((threadIdx.x & 31) >= hits.count) return;
+    Vectors vectors;
+    vectors.load(p, hits.expert_of_lane, 0);
+    weight = number_at(p.pairs.weights, hits.pair_of_lane, p.pairs.weights_dtype);
+    scale[0] = vectors.scale[0], scale[1] = vectors.scale[1];
+  }
+};
+
 __device__ __forceinline__ void multiply(const Params& p, u8* x, u8* rings, u8* sums) {
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int group = warp / SPLIT, split = warp % SPLIT;
   const Hits hits(p.pairs);
   const int begin = share(TILES, blockIdx.x), end = share(TILES, blockIdx.x + 1);
   Stream<TokenTiles> stream(p, {p, hits, begin, end, group, group}, rings + warp * STAGES * ITEM_BYTES, split);
+  const Factors factors(p, hits);
   wait_for_previous();
   allow_next();
   // A group needs its own hits' rows only.
@@ -127,16 +142,17 @@ __device__ __forceinline__ void multiply(const Params& p, u8* x, u8* rings, u8* 
   for (int tile = begin; tile < end; tile++) {
     float sum[2] = {};  // of rows g and g + 8
     for (int hit = group; hit < hits.count; hit += GROUPS) {
-      const int pair = hits.pair(hit);
       Vectors vectors;
       vectors.load(p, hits.expert(hit), tile);
-      const float weight = number_at(p.pairs.weights, pair, p.pairs.weights_dtype);
+      const float weight = __shfl_sync(~0u, factors.weight, hit);
       const u8* const x_at = x + hit * X_ROW_BYTES + lane % 4 * 16;
       float acc[1][4] = {};
       stream.multiply_tile(acc, &x_at, 1);
 #pragma unroll
-      for (int i = 0; i < 2; i++)
-        sum[i] = fmaf(fmaf(acc[0][2 * i], vectors.scale[i], split == 0 ? vectors.bias[i] : 0.0f), weight, sum[i]);
+      for (int i = 0; i < 2; i++) {
+        const float scale = __shfl_sync(~0u, factors.scale[i], hit);
+        sum[i] = fmaf(fmaf(acc[0][2 * i], scale, split == 0 ? vectors.bias[i] : 0.0f), weight, sum[i]);
+      }
     }
     // Two sets, so that a warp may begin the next tile while a set is read.
     float* const set = (float*)sums + (tile & 1) * (THREADS / 32) * 16;
