@@ -238,7 +238,8 @@ __device__ __forceinline__ Encoded encode_weighted(const float* x, const Weights
   const int scale = best_scale<EASY>(x, weights, amax, g);
   const float r = inverse<EASY>(mul(scale_of_byte(scale), g));
   uint2 words;
-  if (EASY && !__any_sync(~0u, mul(amax, r) >= 6.5f)) {
+  // A smaller scale than amax6's often maps amax to 6.5 or more, but seldom to 7, from where codes need a limit.
+  if (EASY && !__any_sync(~0u, mul(amax, r) >= 7.0f)) {
     words = words_of_ratios(x, r);
   } else {
     u32 codes[BLOCK];
