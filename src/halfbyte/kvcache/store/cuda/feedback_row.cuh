@@ -20,6 +20,7 @@
 #define TURNS 8  // channels that are broadcast to all lanes at a time
 #define QUARTER (BLOCK / 4)
 #define ENTRIES 132
+#define MIN_SHIFT 4194308.0f  // 2^22 and more than any t below 1.75
 
 struct SharedRows {
   float factors[STAGES][BLOCK][HEAD_SIZE];
@@ -127,7 +128,7 @@ __device__ __forceinline__ Rounding best_of_row(SharedRows& shared, const float*
   for (int i = 0; i < CANDIDATES; i++) scales[i] = shared.scales[1 + byte + candidate_step(i)];
 #pragma unroll
   for (int i = 0; i < QUARTER; i++) {
-    // As `distance`, for any t, which is rounded to float32 first, as in the definition.
+    // As `distance`, for any t, which is rounded to float32 first, as in the definition. The shift is at least MIN_SHIFT.
     const float t = mul(fabsf(x[i]), own.y), shift = fmaxf(mul(fabsf(x[i]), own.w), MIN_SHIFT);
     const float off = sub(fminf(sub(shift, sub(shift, t)), 6.0f), t);
     sums[i] = mul(mul(off, off), w[i]);

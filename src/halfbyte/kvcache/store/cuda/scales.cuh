@@ -73,18 +73,38 @@ struct Weights {
   }
 };
 
-#define MIN_SHIFT 4194308.0f  // 2^22 and more than any t below 1.75
-
 // The distance from |x| to the nearest E2M1 value times d; r is 1 / d. Near `shift` the step between floats equals the
-// step between E2M1 values near t = |x| r, so subtracting t from `shift` rounds t (ties may go either way). The shift is
-// |x| times a factor, and at least MIN_SHIFT. E2M1's step doubles at 2 and at 4; for t in 1.75 .. 2.25 both steps round
-// to 2, and for t in 3.5 .. 4.5 both round to 4. So the shift may cross 2^23, where the floats' step doubles, anywhere
-// in t = 1.75 .. 2.25.
+// step between E2M1 values near t = |x| r, so subtracting t from `shift` rounds t (ties may go either way). E2M1's step
+// doubles at 2 and at 4; for t in 1.75 .. 2.25 both steps round to 2, and for t in 3.5 .. 4.5 both round to 4. So the
+// shift begins above 2^22, may cross 2^23, where the floats' step doubles, anywhere in t = 1.75 .. 2.25, may cross 2^24
+// anywhere in t = 3.5 .. 4.5, and stays below 2^25.
 template <bool CLAMPS>
 __device__ __forceinline__ float distance(float x, float d, float r, float shift) {
   const float nearest = sub(shift, __fmaf_rn(fabsf(x), -r, shift));
   return __fmaf_rn(CLAMPS ? fminf(nearest, 6.0f) : nearest, d, -fabsf(x));
 }
+
+// Shifts for the candidates of a block: one for amax6's scale, the next smaller, and the next larger one; one for the
+// scale four bytes up. (A maximum of |x| times a factor and 2^22 would do, too, in more instructions of a slower pipe.)
+//
+// In multiples u of 1.984375 d, d being amax6's, the first is 2^22 (1 + u / 2 + u^2 / 2) and a little: 2^23 at u = 1,
+// 2^24 at u = 2. That is a t of 1.984 and 3.969 for amax6's scale, of 2.116 to 2.233 and 4.233 to 4.465 for the smaller
+// one, of 1.763 to 1.861 and 3.527 to 3.721 for the larger one. u is 3.22 at most, where the shift is 0.98 * 2^25. The
+// other one is the first with its distance from 2^22 multiplied by `flatter`, which depends on the ratio of the scales
+// so that the shift crosses at a t of 1.875 to 1.937, and of 3.632 to 3.825.
+struct Shifts {
+  float slope, flatter, base;
+
+  __device__ __forceinline__ Shifts(float r, float d_over_far) {
+    slope = mul(r, 1448.1546879f / 1.984375f);  // sqrt(2^21) at u = 1
+    flatter = __fmaf_rn(d_over_far, 1.25f, -0.25f), base = __fmaf_rn(flatter, -0x1p22f, 0x1p22f);
+  }
+  __device__ __forceinline__ float near(float x) const {
+    const float root = __fmaf_rn(fabsf(x), slope, 0.5f * 1448.1546879f);
+    return __fmaf_rn(root, root, 0.875f * 0x1p22f + 4.0f);
+  }
+  __device__ __forceinline__ float far(float near) const { return __fmaf_rn(near, flatter, base); }
+};
 
 // The byte of the candidate with the smallest error, for a `start` of 9 to LARGEST_SCALE, and EASY; `is_sure` is false if
 // another one comes so close that rounding may decide.
@@ -102,13 +122,10 @@ __device__ __forceinline__ int likely_scale(const float* x, const Weights& weigh
     d[n] = mul(float_of((byte << 20) + 0x3C000000u), g);  // a normal scale
     r[n] = inverse<true>(d[n]);
   }
-  // The first three have the same shift. It passes 2^23 at a t of 1.984 for the first, of 2.116 to 2.233 for the
-  // smaller scale, and of 1.763 to 1.861 for the larger one.
-  const float near = mul(r[0], 0x1p23f / 1.984375f), far = mul(r[3], 0x1p22f);
+  const Shifts shifts(r[0], mul(d[0], r[3]));
 #pragma unroll
   for (int i = 0; i < BLOCK; i++) {
-    const float shift = fmaxf(mul(fabsf(x[i]), near), MIN_SHIFT);
-    const float far_shift = fmaxf(mul(fabsf(x[i]), far), MIN_SHIFT);
+    const float shift = shifts.near(x[i]), far_shift = shifts.far(shift);
     const float off[CANDIDATES] = {
         distance<false>(x[i], d[0], r[0], shift),
         distance<true>(x[i], d[1], r[1], shift),  // t is up to 7.125; the others are below 7
