@@ -28,12 +28,18 @@ __device__ __forceinline__ float larger(float x, float y) {
   return z;
 }
 
+// 1 / x, within a unit of the last place.
+__device__ __forceinline__ float approximate_inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / x. With EASY, as `rcp.rn` for x in that range: an approximation and a Newton step.
 template <bool EASY>
 __device__ __forceinline__ float inverse(float x) {
   if (!EASY) return __frcp_rn(x);
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  const float y = approximate_inverse(x);
   return __fmaf_rn(y, __fmaf_rn(-x, y, 1.0f), y);
 }
 

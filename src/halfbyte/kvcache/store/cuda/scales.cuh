@@ -9,7 +9,8 @@
 #include "kvcache/store/cuda/arithmetic.cuh"
 
 #define CANDIDATES 4
-#define LARGEST_SCALE 126  // the byte of 448
+#define LARGEST_SCALE 126          // the byte of 448
+#define NORMAL_SCALES 0x3C000000u  // bits of a scale from 8 on, less its byte times 2^20
 
 // `weighted_rounding.CANDIDATES` (reasons there): the byte of candidate n, relative to that of amax6, which wins ties.
 __device__ __forceinline__ int candidate_step(int n) { return n == 0 ? 0 : n == 1 ? -1 : n == 2 ? 1 : 4; }
@@ -109,18 +110,21 @@ struct Shifts {
 // The byte of the candidate with the smallest error, for a `start` of 9 to LARGEST_SCALE, and EASY; `is_sure` is false if
 // another one comes so close that rounding may decide.
 //
-// In the definition an error is the sum of w (v - t)^2 s^2, with t rounded to float32. Here t is not rounded, and
-// distances are multiplied by d. t is below 8, so a distance over d differs from |v - t| by u = 2^-20 at most, and its
-// square by 2^-18 of itself and 2^18 u^2 = 2^-22. Rounding changes each sum by less than 2^-19 of itself. So errors
-// that differ by 2^-15 of themselves, and by 2^-19 d^2 times the sum of weights, are in the definition's order (d is
-// that of amax6; others are up to 1.5 times as large).
+// In the definition an error is the sum of w (v - t)^2 s^2, with t rounded to float32. Here t is not rounded, its r is
+// approximate, and distances are multiplied by d. t is below 8, and the largest tie is 5. The definition's t is within
+// 2^-20 of |x| / d, or 5/8 of that near a tie; r is within 2^-23 of itself of 1 / d, so near a tie the other side may be
+// taken, up to 2 * 5 * 2^-23 farther away. So a distance over d differs from |v - t| by u = 2^-19 at most, and its square
+// by 2^-17 of itself and 2^17 u^2 = 2^-21. Rounding changes each sum by less than 2^-19 of itself. So errors that differ
+// by 2^-15 of themselves, and by 2^-19 d^2 times the sum of weights, are in the definition's order (d is that of amax6;
+// others are up to 1.5 times as large).
 __device__ __forceinline__ int likely_scale(const float* x, const Weights& weights, float g, int start, bool& is_sure) {
   float d[CANDIDATES], r[CANDIDATES], errors[CANDIDATES] = {};
+  const u32 bits = ((u32)start << 20) + NORMAL_SCALES;
 #pragma unroll
   for (int n = 0; n < CANDIDATES; n++) {
-    const u32 byte = min(start + candidate_step(n), LARGEST_SCALE);
-    d[n] = mul(float_of((byte << 20) + 0x3C000000u), g);  // a normal scale
-    r[n] = inverse<true>(d[n]);
+    const u32 own = bits + candidate_step(n) * (1 << 20);  // a step of 1 beyond the largest scale is left out below
+    d[n] = mul(float_of(n < 3 ? own : min(own, (LARGEST_SCALE << 20) + NORMAL_SCALES)), g);
+    r[n] = approximate_inverse(d[n]);
   }
   const Shifts shifts(r[0], mul(d[0], r[3]));
 #pragma unroll
