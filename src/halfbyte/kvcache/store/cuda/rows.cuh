@@ -90,15 +90,16 @@ __device__ __forceinline__ void load_floats(float* to, const float* from) { load
 // A thread's block of its only token.
 template <int TYPE>
 struct Blocks {
-  const void* x;
-  u64 i;
+  const void* from;
   bool exists;
 
-  __device__ __forceinline__ explicit Blocks(unsigned char*) {}
-  __device__ __forceinline__ void copy(u32, const void* from, u64 at, bool there) { x = from, i = at, exists = there; }
+  __device__ __forceinline__ Blocks(unsigned char*, const void* x, u64 i, u64) {
+    from = (const u8*)x + i * (TYPE ? 2 : 4);
+  }
+  __device__ __forceinline__ void copy(u32, bool there) { exists = there; }
   __device__ __forceinline__ void take(float* to, u32) const {
     if (exists) {
-      load_block<TYPE>(to, x, i);
+      load_block<TYPE>(to, from, 0);
       return;
     }
 #pragma unroll
@@ -112,19 +113,20 @@ template <int TYPE>
 struct Blocks {
   static constexpr u32 BYTES = TYPE ? 2 : 4, CHUNKS = BLOCK * BYTES / 16;
   static constexpr u32 STRIDE = 16 * 32 * WARPS, STAGE = CHUNKS * STRIDE;
-  u32 own;  // address of this thread's first 16 bytes; others are STRIDE apart
+  u32 own;         // address of this thread's first 16 bytes; others are STRIDE apart
+  const u8* from;  // the next token's
 
-  // `memory`: BLOCK_AHEAD_BYTES of the CTA's shared memory.
-  __device__ __forceinline__ explicit Blocks(unsigned char* memory)
-      : own(shared_address(memory) + threadIdx.x * 16) {}
+  // `memory`: BLOCK_AHEAD_BYTES of the CTA's shared memory. The first token's block begins at value i.
+  __device__ __forceinline__ Blocks(unsigned char* memory, const void* x, u64 i, u64 token_stride)
+      : own(shared_address(memory) + threadIdx.x * 16), from((const u8*)x + i * BYTES), step(token_stride) {}
 
-  // Begins to copy a token's block, which begins at value i; zeros if it does not exist.
-  __device__ __forceinline__ void copy(u32 token, const void* x, u64 i, bool exists) const {
+  // Begins to copy the next token's block; zeros if it does not exist.
+  __device__ __forceinline__ void copy(u32 token, bool exists) {
     const u32 to = own + token % 2 * STAGE;
-    const u8* from = (const u8*)x + (exists ? i * BYTES : 0);
 #pragma unroll
     for (u32 j = 0; j < CHUNKS; j++) copy16_or_zeros(to + j * STRIDE, from + 16 * j, exists);
     commit_copies();
+    from += step * BYTES;
   }
 
   // The block of the token that was copied last.
@@ -134,6 +136,9 @@ struct Blocks {
 #pragma unroll
     for (u32 j = 0; j < CHUNKS; j++) widen4<TYPE>(x + j * (16 / BYTES), load16(from + j * STRIDE));
   }
+
+ private:
+  u64 step;
 };
 #endif
 #define BLOCK_AHEAD_BYTES (SMALL_GRID ? 0 : 2 * (KEY_TYPE && VALUE_TYPE ? 2 : 4) * BLOCK * 32 * WARPS)
@@ -146,8 +151,8 @@ struct Place {
 
   __device__ __forceinline__ static Place of(const Params& p, u32 token) {
     const u64 slot = token < p.num_slots ? (u64)p.slots[token * p.slot_stride] : ~0ull;
-    const bool keep = slot < p.capacity;
-    return {p.pages + (keep ? slot / BLOCK_SIZE * p.page_stride : 0), (u32)(slot % BLOCK_SIZE), keep};
+    const u32 page = (u32)(slot / BLOCK_SIZE);  // of those that are kept; no memory has 2^32 pages
+    return {p.pages + page * p.page_stride, (u32)(slot % BLOCK_SIZE), slot < p.capacity};
   }
 };
 
@@ -220,15 +225,13 @@ struct Mean {
   }
 };
 
-// As Mean, for BY_BLOCK; also keeps a float (the sum of the block's weights). If the launch fills the GPU, both are in
-// shared memory, because fewer registers allow more CTAs per SM.
+// As Mean, for BY_BLOCK; also keeps numbers of the block's weights. If the launch fills the GPU, both are in shared
+// memory, because fewer registers allow more CTAs per SM.
 #if SMALL_GRID
 struct BlockMean : Mean {
-  float number;
-
   __device__ __forceinline__ explicit BlockMean(unsigned char*) {}
-  __device__ __forceinline__ void keep(float x) { number = x; }
-  __device__ __forceinline__ float kept() const { return number; }
+  __device__ __forceinline__ void keep(const Weights&) const {}
+  __device__ __forceinline__ void restore(Weights&) const {}
 };
 #else
 struct BlockMean {
@@ -254,8 +257,14 @@ struct BlockMean {
       key[4 * i + 2] = sub(key[4 * i + 2], float_of(x.z)), key[4 * i + 3] = sub(key[4 * i + 3], float_of(x.w));
     }
   }
-  __device__ __forceinline__ void keep(float x) const { store_float2(own + 4 * STRIDE, x, 0.0f); }
-  __device__ __forceinline__ float kept() const { return load_float2(own + 4 * STRIDE).x; }
+  __device__ __forceinline__ void keep(const Weights& weights) const {
+    const float numbers[4] = {weights.sum, weights.unit.high, weights.unit.low, 0.0f};
+    store_float4(own + 4 * STRIDE, numbers);
+  }
+  __device__ __forceinline__ void restore(Weights& weights) const {
+    const uint4 x = load16(own + 4 * STRIDE);
+    weights.sum = float_of(x.x), weights.unit.high = float_of(x.y), weights.unit.low = float_of(x.z);
+  }
 };
 #endif
 

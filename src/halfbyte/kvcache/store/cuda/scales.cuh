@@ -58,9 +58,10 @@ struct Candidate {
 // Weights of a block's channels, used for several tokens.
 struct Weights {
   float w[BLOCK];
+  Inverse unit;  // of 6 g: amax times it is the scale of amax6
   float sum;  // NaN if a weight is negative, or the sum is outside 2^-12 .. 2^20: then `likely_scale` is never sure
 
-  __device__ __forceinline__ explicit Weights(const float* from) {
+  __device__ __forceinline__ Weights(const float* from, float g) : unit(mul(6.0f, g)) {
     float sizes[BLOCK];
 #pragma unroll
     for (int i = 0; i < BLOCK; i += 4) {
@@ -173,7 +174,7 @@ template <bool EASY>
 __device__ __forceinline__ int best_scale(const float* x, const Weights& weights, float amax, float g) {
   auto error_of = [&](float r) { return weighted_error<EASY, true, BLOCK>(x, weights.w, r); };
   if (SMALL_GRID || !EASY) return exact_scale<EASY>(amax, g, error_of);
-  const int start = byte_of_normal(Inverse(mul(6.0f, g)).of(amax));
+  const int start = byte_of_normal(weights.unit.of(amax));
   bool is_sure;
   int best = likely_scale(x, weights, g, start, is_sure);
   is_sure = is_sure && (u32)start - 9 <= LARGEST_SCALE - 9;

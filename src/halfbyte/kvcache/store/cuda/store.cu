@@ -46,17 +46,14 @@ __device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block
                                                  float g, unsigned char* memory) {
   const u32 part = block.part, head = block.head;
 #if K_WEIGHTED
-  Weights weights(p.k_weights + head * HEAD_SIZE + part * BLOCK);
+  Weights weights(p.k_weights + head * HEAD_SIZE + part * BLOCK, g);
 #endif
   BlockMean mean(memory + BLOCK_AHEAD_BYTES);
 #if K_WEIGHTED
-  mean.keep(weights.sum);
+  mean.keep(weights);
 #endif
-  Blocks<KEY_TYPE> blocks(memory);
-  auto copy = [&](u32 token) {
-    blocks.copy(token, p.key, token * p.key_token + head * p.key_head + part_of_now(part) * BLOCK, token < p.num_slots);
-  };
-  copy(block.token);
+  Blocks<KEY_TYPE> blocks(memory, p.key, block.token * p.key_token + head * p.key_head + part * BLOCK, p.key_token);
+  blocks.copy(block.token, block.token < p.num_slots);
 #pragma unroll 1
   for (u32 token = block.token;; token++) {
     int first = -1;
@@ -66,10 +63,10 @@ __device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block
     float x[BLOCK];
     blocks.take(x, token);
     const bool is_last = ((token + 1) & (tokens - 1)) == 0;  // needs no register for the last token
-    if (!is_last) copy(token + 1);
+    if (!is_last) blocks.copy(token + 1, token + 1 < p.num_slots);
     change_key(p, x, mean, token, head, part, position);
 #if K_WEIGHTED
-    weights.sum = mean.kept();
+    mean.restore(weights);
     const Encoded encoded = encode_weighted<EASY>(x, weights, g);
 #else
     const Encoded encoded = encode_as_format<EASY, FOUR_OVER_SIX>(x, g);

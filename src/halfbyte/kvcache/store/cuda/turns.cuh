@@ -22,7 +22,7 @@ template <bool EASY>
 __device__ __forceinline__ Rounding rounding_of_key(const Params& p, const float* x, u32 head, u32 b, float g) {
   const float amax = amax_of<BLOCK>(x);
 #if K_WEIGHTED
-  const int scale = best_scale<EASY>(x, Weights(p.k_weights + head * HEAD_SIZE + b * BLOCK), amax, g);
+  const int scale = best_scale<EASY>(x, Weights(p.k_weights + head * HEAD_SIZE + b * BLOCK, g), amax, g);
 #else
   const int scale = encode_as_format<EASY, FOUR_OVER_SIX>(x, g).scale;
 #endif

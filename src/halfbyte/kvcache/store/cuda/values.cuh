@@ -61,18 +61,15 @@ __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, 
   const u32 part = number % PARTS_V, head = number / PARTS_V % KV_HEADS;
   const u32 begin = number / (PARTS_V * KV_HEADS) * p.tokens;
 #if V_WEIGHTED
-  const Weights weights(p.v_weights + head * HEAD_SIZE_V + part * BLOCK);
+  const Weights weights(p.v_weights + head * HEAD_SIZE_V + part * BLOCK, g);
 #endif
-  Blocks<VALUE_TYPE> blocks(memory);
-  auto copy = [&](u32 token) {
-    blocks.copy(token, p.value, token * p.value_token + head * p.value_head + part * BLOCK, token < p.num_slots);
-  };
-  copy(begin);
+  Blocks<VALUE_TYPE> blocks(memory, p.value, begin * p.value_token + head * p.value_head + part * BLOCK, p.value_token);
+  blocks.copy(begin, begin < p.num_slots);
 #pragma unroll 1
   for (u32 token = begin; token < begin + p.tokens; token++) {
     float x[BLOCK];
     blocks.take(x, token);
-    if (token + 1 < begin + p.tokens) copy(token + 1);
+    if (token + 1 < begin + p.tokens) blocks.copy(token + 1, token + 1 < p.num_slots);
     const Place place = Place::of(p, token);
 #if V_KIND >= 8
     u8* data = place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD);
