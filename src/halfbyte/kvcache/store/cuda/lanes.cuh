@@ -140,8 +140,9 @@ __device__ __forceinline__ void store_value_lane(const Params& p, u32 number, fl
   u32 codes;
   const int scale = block.template encode<EASY>(codes, g);
   if (!place.keep) return;
-  store_lane_codes<COUNT>(value_codes(place, head, part) + lane % LANES * (COUNT / 2), codes);
-  if (lane % LANES == 0) *value_scale(place, head, part) = scale;
+  const ValueBlock of_page(head, part);
+  store_lane_codes<COUNT>(of_page.codes_of(place) + lane % LANES * (COUNT / 2), codes);
+  if (lane % LANES == 0) *of_page.scale_of(place) = scale;
 }
 #endif
 

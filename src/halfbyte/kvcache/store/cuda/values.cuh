@@ -42,17 +42,31 @@ __device__ __forceinline__ void encode_fp8(u32* words, const float* x, float g) 
 }
 
 #if V_KIND < 8
-__device__ __forceinline__ u8* value_codes(const Place& place, u32 head, u32 part) {
-  return place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD + part * (BLOCK / 2));
-}
-__device__ __forceinline__ u8* value_scale(const Place& place, u32 head, u32 part) {
-  u32 line = place.offset, column = part;
+// Where a block of V is in a page, but for the token. The offsets are opaque to the compiler, which would otherwise
+// compute them anew for every token.
+struct ValueBlock {
+  u32 codes, scale;
+
+  __device__ __forceinline__ ValueBlock(u32 head, u32 part)
+      : codes(V_DATA + head * V_DATA_HEAD + part * (BLOCK / 2)), scale(V_SCALE + head * V_SCALE_HEAD) {
 #if SM100
-  line = place.offset / 4 * 4 + part / (PARTS_V / 4);
-  column = part % (PARTS_V / 4) * 4 + place.offset % 4;
+    scale += part / (PARTS_V / 4) * V_SCALE_TOKEN + part % (PARTS_V / 4) * 4;
+#else
+    scale += part;
 #endif
-  return place.page + (V_SCALE + line * V_SCALE_TOKEN + head * V_SCALE_HEAD + column);
-}
+    asm volatile("" : "+r"(codes), "+r"(scale));
+  }
+  __device__ __forceinline__ u8* codes_of(const Place& place) const {
+    return place.page + (codes + place.offset * V_DATA_TOKEN);
+  }
+  __device__ __forceinline__ u8* scale_of(const Place& place) const {
+#if SM100
+    return place.page + (scale + place.offset / 4 * 4 * V_SCALE_TOKEN + place.offset % 4);
+#else
+    return place.page + (scale + place.offset * V_SCALE_TOKEN);
+#endif
+  }
+};
 #endif
 
 // Blocks of `p.tokens` tokens. Called by a whole warp.
@@ -62,6 +76,9 @@ __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, 
   const u32 begin = number / (PARTS_V * KV_HEADS) * p.tokens;
 #if V_WEIGHTED
   const Weights weights(p.v_weights + head * HEAD_SIZE_V + part * BLOCK, g);
+#endif
+#if V_KIND < 8
+  const ValueBlock block(head, part);
 #endif
   Blocks<VALUE_TYPE> blocks(memory, p.value, begin * p.value_token + head * p.value_head + part * BLOCK, p.value_token);
   blocks.copy(begin, begin < p.num_slots);
@@ -85,8 +102,8 @@ __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, 
     const Encoded encoded = encode_as_format<EASY, V_KIND == 6>(x, g);
 #endif
     if (!place.keep) continue;
-    store_codes(value_codes(place, head, part), encoded.words);
-    *value_scale(place, head, part) = encoded.scale;
+    store_codes(block.codes_of(place), encoded.words);
+    *block.scale_of(place) = encoded.scale;
 #endif
   }
 }
