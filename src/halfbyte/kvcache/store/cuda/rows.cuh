@@ -38,6 +38,7 @@ struct Params {
   const i64 *ring_rows, *ring_owners, *ring_slots;
   float k_scale_number, v_scale_number;
   u32 num_slots, num_first, num_segments, num_kept, ring;
+  u32 last_position;                                        // of the last segment, and 1 or more
   u32 tokens;                                               // per thread: it stores one block of each; a power of two
   u32 k_ctas, v_ctas;                                       // the grid: CTAs for K, for V, then for rings
 };
@@ -156,11 +157,10 @@ struct Place {
   }
 };
 
-// Clamps a position to 32 bits; its segment and whether it is 0 stay right. Positions past the last segment become that
-// segment's last one. Negative ones, which only padding has, become 1.
+// Clamps a position to 32 bits; its segment and whether it is 0 stay right. Negative ones, which only padding has,
+// become 1.
 __device__ __forceinline__ u32 known_position(const Params& p, i64 position) {
-  const i64 last = max((i64)p.num_segments * SEGMENT - 1, (i64)1);
-  return (u32)(position < 0 ? 1 : position > last ? last : position);
+  return position < 0 ? 1 : (u64)position > p.last_position ? p.last_position : (u32)position;
 }
 
 // The segment of a `known_position`, which has a mean.

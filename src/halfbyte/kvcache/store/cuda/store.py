@@ -80,7 +80,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("ring_rows", "ring_owners", "ring_slots")),
         *((name, ctypes.c_float) for name in ("k_scale_number", "v_scale_number")),
         *((name, ctypes.c_uint32) for name in ("num_slots", "num_first", "num_segments")),
-        *((name, ctypes.c_uint32) for name in ("num_kept", "ring", "tokens")),
+        *((name, ctypes.c_uint32) for name in ("num_kept", "ring", "last_position", "tokens")),
         *((name, ctypes.c_uint32) for name in ("k_ctas", "v_ctas")),
     )
 
@@ -301,10 +301,13 @@ def _bind_transform(
 ) -> tuple[torch.dtype | None, bool, int, bool, bool]:
     """Bind the transform's tensors; returns `StoreVariant`'s fields from `first_dtype` on."""
     tables, first = transform.mean_tables, transform.first_keys
+    arguments.params.last_position = 1
     if tables is not None:
         names = ("cos", "sin", "mean", "partner_mean")
         arguments.bind(**dict(zip(names, tables, strict=True)))
         arguments.params.num_segments = len(tables.cos)
+        last = min(len(tables.cos) * transform.segment, 1 << 32) - 1
+        arguments.params.last_position = max(last, 1)
     first_dtype = None
     if first is not None and transform.first_values is not None and len(first):
         first_dtype = first.dtype
