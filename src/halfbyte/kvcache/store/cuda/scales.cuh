@@ -169,7 +169,7 @@ __device__ __forceinline__ int exact_scale(float amax, float g, const ErrorOf& e
   return ratio == ratio ? best : NAN_SCALE;
 }
 
-// The byte with the smallest error; NAN_SCALE for NaN. Called by a whole warp.
+// The byte with the smallest error; any for a block of zeros or with a NaN. Called by a whole warp.
 template <bool EASY>
 __device__ __forceinline__ int best_scale(const float* x, const Weights& weights, float amax, float g) {
   auto error_of = [&](float r) { return weighted_error<EASY, true, BLOCK>(x, weights.w, r); };
@@ -182,7 +182,7 @@ __device__ __forceinline__ int best_scale(const float* x, const Weights& weights
     asm volatile("" : "+f"(g));  // keeps products with g for this rare case out of the registers of the common one
     best = exact_scale<EASY>(amax, g, error_of);
   }
-  return amax == amax ? best : NAN_SCALE;
+  return best;
 }
 
 // A block's scale that maps amax to `target`, and codes with it.
@@ -259,16 +259,18 @@ __device__ __forceinline__ Encoded encode_weighted(const float* x, const Weights
   const float amax = amax_of<BLOCK>(x);
   const int scale = best_scale<EASY>(x, weights, amax, g);
   const float r = inverse<EASY>(mul(scale_of_byte(scale), g));
-  uint2 words;
-  // A smaller scale than amax6's often maps amax to 6.5 or more, but seldom to 7, from where codes need a limit.
-  if (EASY && !__any_sync(~0u, mul(amax, r) >= 7.0f)) {
-    words = words_of_ratios(x, r);
+  Encoded encoded = {make_uint2(0, 0), scale};
+  // A smaller scale than amax6's often maps amax to 6.5 or more, but seldom to 7, from where codes need a limit. Blocks
+  // of zeros or with a NaN are as rare.
+  if (EASY && !__any_sync(~0u, !(amax > 0.0f) | !(mul(amax, r) < 7.0f))) {
+    encoded.words = words_of_ratios(x, r);
   } else {
     u32 codes[BLOCK];
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) codes[i] = code_bits(fminf(fabsf(ratio_of<EASY>(x[i], r)), 6.0f));
-    words = pack(codes, x);
+    const uint2 words = pack(codes, x);
+    encoded.words.x = amax > 0.0f ? words.x : 0, encoded.words.y = amax > 0.0f ? words.y : 0;
+    encoded.scale = amax > 0.0f ? scale : amax == 0.0f ? 0 : NAN_SCALE;
   }
-  if (!(amax > 0.0f)) words = make_uint2(0, 0);
-  return {words, amax == 0.0f ? 0 : scale};
+  return encoded;
 }
