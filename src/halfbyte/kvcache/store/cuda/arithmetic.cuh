@@ -107,9 +107,13 @@ __device__ __forceinline__ u32 code_bits(float t) {
   return bits_of(fminf(__fmaf_rn(t, 2.0f, TOP - 4.0f), add(t, TOP)));
 }
 
-// Two words of codes. The constant bits of eight codes sum to 0x3F3BBBBC, modulo 2^32.
+// A word is this plus `code_bits` of eight codes, each moved to its place: modulo 2^32, their constant bits sum to
+// 0x3F3BBBBC.
+#define FIRST_CODES (0u - 0x3F3BBBBCu)
+
+// Two words of codes.
 __device__ __forceinline__ uint2 pack(const u32* codes, const float* x) {
-  u32 words[2] = {0u - 0x3F3BBBBCu, 0u - 0x3F3BBBBCu};
+  u32 words[2] = {FIRST_CODES, FIRST_CODES};
 #pragma unroll
   for (int i = 0; i < BLOCK; i++) words[i / 8] += (codes[i] + (x[i] < 0.0f ? 8 : 0)) << 4 * (i % 8);
   return make_uint2(words[0], words[1]);
@@ -124,7 +128,7 @@ __device__ __forceinline__ uint2 words_of_ratios(const float* x, float r) {
     const float t = __fmaf_rn(x[i], r, 0.0f);
     words[i / 8] = (__funnelshift_r(bits_of(t), words[i / 8], 31) << 3) + code_bits(fabsf(t));
   }
-  return make_uint2(words[0] - 0x3F3BBBBCu, words[1] - 0x3F3BBBBCu);
+  return make_uint2(words[0] + FIRST_CODES, words[1] + FIRST_CODES);
 }
 
 // The sum of `COUNT` values, neighbours first.

@@ -61,11 +61,11 @@ __device__ __forceinline__ void gather(float* tile, const float* factor, int b) 
 // Rounds a block of each lane's token; `column` is its first channel in the tile, which gets the errors.
 template <bool EASY>
 __device__ __forceinline__ uint2 round_in_turn(float* x, const Rounding& by, const float* factor, float* column) {
-  u32 words[2] = {0, 0};
+  u32 words[2] = {FIRST_CODES, FIRST_CODES};
 #pragma unroll
   for (int c = 0; c < BLOCK; c++) {
     const float error = error_of<EASY>(x[c], by);
-    words[c / 8] |= code_of<EASY>(x[c], by) << 4 * (c % 8);
+    words[c / 8] += signed_code_bits<EASY>(x[c], by) << 4 * (c % 8);
     column[c * TILE] = error;
     float f[BLOCK];
 #pragma unroll

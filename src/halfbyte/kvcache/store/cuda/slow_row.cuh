@@ -106,7 +106,7 @@ __device__ __forceinline__ void store_row(const Place& place, u32 head, const fl
   read_channels(x, row + lane * LANE_CHANNELS);
   u32 codes = 0;
 #pragma unroll
-  for (int i = 0; i < LANE_CHANNELS; i++) codes |= code_of<EASY>(x[i], by) << 4 * i;
+  for (int i = 0; i < LANE_CHANNELS; i++) codes |= (signed_code_bits<EASY>(x[i], by) - FIRST_CODE) << 4 * i;
   int scale = by.is_zero ? 0 : by.scale;
   if (by.is_zero || by.scale == NAN_SCALE) codes = 0;
   if (first >= 0) codes = lane ? 0 : first, scale = part ? 0 : MARK;

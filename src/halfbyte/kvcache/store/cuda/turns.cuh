@@ -53,9 +53,9 @@ __device__ __forceinline__ float error_of(float x, const Rounding& by) {
   return fabsf(error) < INF ? error : 0.0f;
 }
 
-// The code of x with its sign. Codes of blocks of zeros, or with a NaN, are set to 0 by the caller.
+// FIRST_CODE + the code of x with its sign. Codes of blocks of zeros, or with a NaN, are set to 0 by the caller.
 template <bool EASY>
-__device__ __forceinline__ u32 code_of(float x, const Rounding& by) {
+__device__ __forceinline__ u32 signed_code_bits(float x, const Rounding& by) {
   const float t = x == x ? ratio_of<EASY>(x, by.r) : 0.0f;
-  return (code_bits(fminf(fabsf(t), 6.0f)) - FIRST_CODE) | (x < 0.0f ? 8 : 0);
+  return code_bits(fminf(fabsf(t), 6.0f)) + (x < 0.0f ? 8 : 0);
 }
