@@ -9,6 +9,9 @@ import cuda_on_host
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kvcache.store.cuda import store
 
+SHARED_KIB = {80: 164, 90: 228, 120: 100}
+"""Of an SM, by compute capability (CUDA C++ Programming Guide, "Technical Specifications")."""
+
 
 @contextmanager
 def on_host(num_sms: int, capability: int = 90) -> Iterator[list[int]]:
@@ -37,6 +40,7 @@ def on_host(num_sms: int, capability: int = 90) -> Iterator[list[int]]:
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
         patch.object(store, "num_sms", lambda device: num_sms),
+        patch.object(store, "shared_bytes_of_sm", lambda device: SHARED_KIB[capability] * 1024),
     ):
         yield launched
     store._kernel.cache_clear()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from cuda_on_host import needs_compiler
 from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import StoreConfig, StoreInputs
+from halfbyte.kvcache.store.cuda import store as cuda_store
 from halfbyte.kvcache.store.cuda.store import CudaStore
 from halfbyte.kvcache.store.registry import select_store
 from halfbyte.layouts import PageLayout
@@ -113,6 +115,22 @@ def test_k_that_a_recipe_changes(options: dict[str, Any], dtype: torch.dtype, nu
 @pytest.mark.parametrize("name", CLOSE_CALLS)
 def test_what_hangs_on_the_last_bit(name: str, num_sms: int) -> None:
     assert_close_calls_are_stored(on_gpu_of(num_sms), name)
+
+
+@needs_compiler
+@pytest.mark.parametrize("capability", [90, 120])
+def test_tiles_with_and_without_their_first_blocks(capability: int) -> None:
+    """SM90 has shared memory for more tiles if these lack a block."""
+    variants: list[bool] = []
+    leaves_out = cuda_store._leaves_out
+
+    def seen(*arguments: Any) -> bool:
+        variants.append(leaves_out(*arguments))
+        return variants[-1]
+
+    with patch.object(cuda_store, "_leaves_out", seen):
+        assert_stored_by_weights(on_gpu_of(TILES, capability), CASES["128"], count=70)
+    assert set(variants) == {capability == 90}
 
 
 @needs_compiler

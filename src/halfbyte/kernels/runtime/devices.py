@@ -52,3 +52,9 @@ def current_device(device: int) -> AbstractContextManager[object]:
 def num_sms(device: int) -> int:
     """Number of SMs of the GPU with index `device`."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=16)
+def shared_bytes_of_sm(device: int) -> int:
+    """Shared memory of an SM of the GPU with index `device`."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor

@@ -29,7 +29,7 @@ from halfbyte.moe.cuda.packed import (
     unpack_matrices,
 )
 from halfbyte.moe.cuda.plan import MAX_EXPERTS, SIZE_MULTIPLE, Work, is_small
-from halfbyte.moe.cuda.token_plan import make_token_plan
+from halfbyte.moe.cuda.token_plan import is_faster_for_a_token, make_token_plan
 from halfbyte.moe.experts import GatedActivation, PackedExperts, WeightFormat
 from halfbyte.moe.triton import TritonKernel
 
@@ -84,7 +84,8 @@ def _variant(
 ) -> Literal["token", "streaming", "gemm", "triton"]:
     """The kernels for so many tokens: `token.cu`, `experts.cu`, `gemm.cu` or Triton's."""
     gpu, num_experts, num_pairs = gpu_of(device), works[0].num_experts, m * top_k
-    if m == 1 and all(make_token_plan(work, top_k, gpu) for work in works):
+    fits = m == 1 and all(make_token_plan(work, top_k, gpu) for work in works)
+    if fits and is_faster_for_a_token(works[0], top_k, gpu):
         return "token"
     max_beside_gemm = _MAX_MEAN_BESIDE_GEMM[works[0].weight_format] * num_experts
     has_gemm = gpu.compute_capability == 90 and num_pairs <= MAX_PAIRS

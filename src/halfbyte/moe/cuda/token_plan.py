@@ -16,6 +16,8 @@ MAX_TOP_K = 16
 """Max experts of the token; the kernel takes 32, a lane of a warp for each."""
 _MAX_WARPS = {True: 12, False: 16}
 """Of a CTA of the first product and of the second: registers of both fit on an SM."""
+_MAX_TILES_PER_SM = 8
+"""Of the first product. On an H200 GPT-OSS-20B has 11: a layer would take 29.2 µs, not 24.9."""
 _MAX_STAGES, _PARTS = 6, 2
 _TASK_PARTS, _SHARED_TASK_PARTS = 0.2, 1.0
 """Fixed cost of a task, in units of the time of one part; `plan.py` has the same for its units. In
@@ -73,6 +75,11 @@ def make_token_plan(work: Work, top_k: int, gpu: Gpu) -> TokenPlan | None:
         return None
     # The next power of two, so that there are few variants to compile.
     return _plan_of(work, 1 << (top_k - 1).bit_length(), gpu)
+
+
+def is_faster_for_a_token(gate_up: Work, top_k: int, gpu: Gpu) -> bool:
+    """Whether `token.cu` takes less time than `experts.cu`, which has more warps."""
+    return gate_up.tiles * top_k <= _MAX_TILES_PER_SM * gpu.num_sms
 
 
 def usual_token_plans(work: Work, gpu: Gpu) -> set[TokenPlan]:

@@ -12,7 +12,7 @@ import torch
 
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
 from halfbyte.kernels.runtime import nvrtc
-from halfbyte.kernels.runtime.devices import num_sms
+from halfbyte.kernels.runtime.devices import num_sms, shared_bytes_of_sm
 from halfbyte.kernels.runtime.parameters import (
     REGION_FIELDS,
     KernelArguments,
@@ -44,9 +44,12 @@ _K_FORMATS = tuple(dtype for dtype in _V_KINDS if dtype.is_nvfp4)
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Values of the macros `KEY_TYPE`, `VALUE_TYPE` and `FIRST_TYPE`."""
 _BY_BLOCK, _BY_ROW, _BY_TILE, _BY_LANES = 1, 2, 3, 4
-_WARPS = {_BY_BLOCK: 4, _BY_ROW: 4, _BY_TILE: 2, _BY_LANES: 4}
 _TILE = 32
 """Tokens of a warp's tile."""
+_TILES_PER_SM = 12
+"""Tiles that one SM works on; 16 if they lack their first blocks, which then takes longer."""
+_SHARED_BYTES_OF_MORE = 228 * 1024
+"""Shared memory of an SM for 16 of them, of heads of 128."""
 _LANE_VALUES_V = 4
 """Values of V of a lane with `_BY_LANES`."""
 _SCALE_ENTRIES = 132
@@ -104,29 +107,36 @@ class StoreVariant(NamedTuple):
     small_grid: bool = False
     """Whether the launch does not fill the GPU. Then all blocks are rounded by the definition,
     without the shortcut of `scales.cuh`: one warp for which it fails would delay the launch."""
+    left_out: bool = False
+    """Whether tiles lack their first blocks."""
+
+    @property
+    def warps(self) -> int:
+        """Of a CTA."""
+        return 2 if self.by == _BY_TILE and not self.left_out else 4
 
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return 32 * _WARPS[self.by]
+        return 32 * self.warps
 
     def shared_bytes(self, layout: PageLayout) -> int:
         """Dynamic shared memory: `SharedRows`, a tile for each warp, or two blocks and a mean for
         each thread. (Where a thread has one token, nothing.)"""
-        size, warps = layout.head_size, _WARPS[self.by]
+        size, warps = layout.head_size, self.warps
         block = BLOCK_SIZE * max(self.key_dtype.itemsize, self.value_dtype.itemsize)
         ahead = 0 if self.small_grid else 2 * block * self.threads
         if self.by == _BY_ROW:
             factors = size * (_stages(layout) * BLOCK_SIZE + 1)
             return max(ahead, 4 * (factors + 4 * _SCALE_ENTRIES + warps * (size + BLOCK_SIZE)))
         if self.by == _BY_TILE:
-            parts = size // BLOCK_SIZE
-            return max(ahead, 4 * warps * parts * (BLOCK_SIZE * _TILE + max(4, _TILE // parts)))
+            channels = size - BLOCK_SIZE * self.left_out
+            return max(ahead, 4 * warps * channels * _TILE)
         return 0 if self.small_grid else ahead + 80 * self.threads
 
     def k_ctas(self, layout: PageLayout, num_slots: int, tokens: int) -> int:
         """CTAs that store K. With `_BY_BLOCK` a thread has one block of each of `tokens` tokens."""
-        heads, warps = layout.num_kv_heads, _WARPS[self.by]
+        heads, warps = layout.num_kv_heads, self.warps
         if self.by == _BY_ROW:
             return heads * -(-num_slots // warps)
         if self.by == _BY_TILE:
@@ -145,8 +155,10 @@ class StoreVariant(NamedTuple):
     def macros(self, layout: PageLayout) -> dict[str, int | None]:
         """Macros that `store.cu` is compiled with."""
         of_regions = region_fields(layout)
-        by_block = 5 if self.k_weighted and not self.small_grid else 4
-        ctas_per_sm = {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: 6, _BY_LANES: 8}[self.by]
+        more = self.k_weighted and not self.small_grid  # others would spill
+        by_tile = (4 if more else 3) if self.left_out else 6
+        by_block = 5 if more else 4
+        ctas_per_sm = {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: by_tile, _BY_LANES: 8}[self.by]
         return {
             "HEAD_SIZE": layout.head_size,
             "HEAD_SIZE_V": layout.head_size_v,
@@ -168,7 +180,8 @@ class StoreVariant(NamedTuple):
             "BY": self.by,
             "RING": int(self.ring),
             "IN_WORDS": int(self.in_words),
-            "WARPS": _WARPS[self.by],
+            "WARPS": self.warps,
+            "LEFT_OUT": int(self.left_out),
             "STAGES": _stages(layout),
             "CTAS_PER_SM": ctas_per_sm,
             "SMALL_GRID": int(self.small_grid),
@@ -279,6 +292,7 @@ def store_transformed(inputs: StoreInputs) -> None:
         in_words=(pages.data_ptr() | params.page_stride) % 4 == 0,
         small_grid=fill < 1,
     )
+    variant = variant._replace(left_out=_leaves_out(variant, layout, num_slots, pages.get_device()))
     tokens = max(1, min(_MAX_TOKENS, int(fill)))
     params.tokens = tokens = 1 << tokens.bit_length() - 1
     params.k_ctas = variant.k_ctas(layout, num_slots, tokens)
@@ -291,6 +305,15 @@ def store_transformed(inputs: StoreInputs) -> None:
         ctas += -(-len(recent.rows) * layout.num_kv_heads * row // variant.threads)
     kernel = _kernel(layout, variant, pages.get_device())
     nvrtc.launch(kernel, ctas, variant.threads, [params], overlap=True)
+
+
+def _leaves_out(variant: StoreVariant, layout: PageLayout, num_slots: int, device: int) -> bool:
+    """Whether there are more tiles than fit the GPU, unless they lack their first blocks."""
+    if variant.by != _BY_TILE or layout.head_size != 128:
+        return False
+    tiles = layout.num_kv_heads * -(-num_slots // _TILE)
+    many = tiles > _TILES_PER_SM * num_sms(device)
+    return many and shared_bytes_of_sm(device) >= _SHARED_BYTES_OF_MORE
 
 
 _RING_NAMES = ("ring_keys", "ring_values", "ring_rows", "ring_owners", "ring_slots")
