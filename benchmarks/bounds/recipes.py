@@ -64,10 +64,8 @@ _OF_PLAIN = {
 }
 """Max time of `balanced`, relative to `plain`, whose store chooses between two scales."""
 _SLOWER = {
-    "decode 1 x 131072": "4.1 us more, of them 3.1 for rotation and biases; 1.06 on an H100",
-    "prefill 4 x 2048": "attention to the last tokens is another pass, and a merge",
-    "store 8192": "four candidates for a scale, by weighted errors",
-    "store 8192, accurate": "error feedback from channel to channel",
+    "decode 1 x 131072": "4.2 us more, of them 2.7 for rotation and biases; 1.06 on an H100",
+    "store 8192": "four candidates for a scale, by weighted errors; 1.47 for 16,384 tokens",
     "store 64, accurate, us": "error feedback from channel to channel",
 }
 
@@ -86,7 +84,7 @@ def of_speed(report: dict[str, Any]) -> Iterator[Bound]:
     for case, limit in _OF_PLAIN.items():
         ratio, why = times[case]["balanced"]["of_plain"], _SLOWER.get(case, "")
         yield bound(f"{case}: balanced, of plain", ratio, "<=", limit, known_miss=why)
-    ratio, why = times["store 8192"]["accurate"]["of_plain"], _SLOWER["store 8192, accurate"]
-    yield bound("store 8192: accurate, of plain", ratio, "<=", 4.0, known_miss=why)
+    ratio = times["store 8192"]["accurate"]["of_plain"]
+    yield bound("store 8192: accurate, of plain", ratio, "<=", 4.0)
     single, why = times["store 64"]["accurate"]["single"], _SLOWER["store 64, accurate, us"]
     yield bound("store 64: accurate, us", single, "<=", 8.0, known_miss=why)

@@ -128,7 +128,9 @@ def overlapping_kernels(
         is_compiled_in: which macros are given to the compiler; each combination takes a run of it.
     """
 
-    def load(name: str, macros: Any, functions: Any, device: Any) -> dict[str, nvrtc.Kernel]:
+    def load(
+        name: str, macros: Any, functions: Any, device: Any, *, largest_share: bool = False
+    ) -> dict[str, nvrtc.Kernel]:
         kept = {key: value for key, value in macros if is_compiled_in(key)}
         library = build(name, kept, capability=capability)
         return {entry: nvrtc.Kernel(getattr(library, entry), size, 0) for entry, size in functions}

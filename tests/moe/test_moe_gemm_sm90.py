@@ -138,7 +138,10 @@ def test_the_number_of_pairs_selects() -> None:
     for gpu, many in ((H200, "gemm"), (RTX_3090, "triton")):
         variant.cache_clear()
         with patch.object(kernel, "gpu_of", lambda device, gpu=gpu: gpu):
-            assert variant(1, 8, QWEN, 0) == "token"
+            # Of more than eight tiles per SM `experts.cu`, which has more warps, is faster.
+            assert variant(1, 8, QWEN, 0) == ("token" if gpu is H200 else "streaming")
+            assert variant(1, 4, GPT, 0) == "streaming"
+            assert variant(1, 4, QWEN, 0) == "token"
             assert variant(1, 32, QWEN, 0) == "streaming"
             assert variant(96, 8, QWEN, 0) == "streaming"
             assert variant(64, 4, GPT, 0) == "streaming"

@@ -41,7 +41,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launch]]:
     """Launches on an H200, which do nothing, by name of the function."""
     found: dict[str, Launch] = {}
 
-    def load(name: str, macros: Any, functions: Any, device: int) -> dict[str, Any]:
+    def load(
+        name: str, macros: Any, functions: Any, device: int, *, largest_share: bool = False
+    ) -> dict[str, Any]:
         return {function: nvrtc.Kernel(function, size, device) for function, size in functions}
 
     def launch(

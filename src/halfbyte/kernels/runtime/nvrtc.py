@@ -168,6 +168,8 @@ def load(
     macros: tuple[tuple[str, int | None], ...],
     functions: tuple[tuple[str, int], ...],
     device: int,
+    *,
+    largest_share: bool = False,
 ) -> dict[str, Kernel]:
     """Compile for a device and load; cached per process.
 
@@ -175,6 +177,9 @@ def load(
         name, macros: as for `Program.of`, the macros as pairs.
         functions: `(name, bytes of dynamic shared memory)` of the kernels wanted.
         device: index of the CUDA device.
+        largest_share: whether they ask for an SM's largest share of shared memory; the rest is L1.
+            The driver's choice may be just enough for a kernel's own CTAs, and then CTAs of the
+            next kernel cannot start beside them.
     """
     from cuda.bindings import driver
 
@@ -191,25 +196,23 @@ def load(
         for function_name, shared_bytes in functions:
             function = int(_check(driver.cuModuleGetFunction(module, function_name.encode())))
             _allow_shared_bytes(function, shared_bytes)
+            if largest_share:
+                share = (
+                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                )
+                _check(driver.cuFuncSetAttribute(driver.CUfunction(function), share, 100))
             kernels[function_name] = Kernel(function, shared_bytes, device)
     return kernels
 
 
 def _allow_shared_bytes(function: int, shared_bytes: int) -> None:
-    """Raise the limit of a function's dynamic shared memory, which is 48 KiB at first.
-
-    Such a function also asks for an SM's largest share of shared memory (the rest is L1). The
-    driver's choice may be just enough for the function's own CTAs, and then CTAs of the next
-    kernel cannot start beside them.
-    """
+    """Raise the limit of a function's dynamic shared memory, which is 48 KiB at first."""
     from cuda.bindings import driver
 
-    attributes, handle = driver.CUfunction_attribute, driver.CUfunction(function)
-    limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    if _check(driver.cuFuncGetAttribute(limit, handle)) < shared_bytes:
-        _check(driver.cuFuncSetAttribute(handle, limit, shared_bytes))
-        share = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        _check(driver.cuFuncSetAttribute(handle, share, 100))  # percent
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    handle = driver.CUfunction(function)
+    if _check(driver.cuFuncGetAttribute(attribute, handle)) < shared_bytes:
+        _check(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
 
 
 def launch(

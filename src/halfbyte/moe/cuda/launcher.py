@@ -164,4 +164,5 @@ def _product_kernel(
 ) -> nvrtc.Kernel:
     functions = (("moe_product", block_bytes),)
     macros = (*dtype_macros(dtype), *macros)
-    return nvrtc.load("moe/cuda/experts.cu", macros, functions, device)["moe_product"]
+    path = "moe/cuda/experts.cu"
+    return nvrtc.load(path, macros, functions, device, largest_share=True)["moe_product"]

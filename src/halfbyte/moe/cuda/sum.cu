@@ -83,20 +83,15 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS) moe_sum(const __grid_c
   const int column = (blockIdx.x % p.blocks * SUM_THREADS + threadIdx.x) * (2 * WORDS);
   const int top_k = p.pairs.top_k;
   Place places[LOADS];
-#if SORTED
+  // Expert ids may be read before the wait: down lets this kernel start after its own wait, when all kernels before
+  // gate_up have ended.
+  if (!SORTED) load_places(places, p, token * top_k, 0);
   wait_for_previous();
-  load_places(places, p, token * top_k, 0);
-#else
-  // Expert ids, which may be read before the wait: down lets this kernel start after its own wait, when all kernels
-  // before gate_up have ended.
-  load_places(places, p, token * top_k, 0);
-  wait_for_previous();
-#endif
   allow_next();
   if (column >= p.n) return;
   float sum[2 * WORDS] = {};
   for (int first = 0; first < top_k; first += LOADS) {
-    if (first > 0) load_places(places, p, token * top_k, first);
+    if (SORTED || first > 0) load_places(places, p, token * top_k, first);
     Columns x[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {

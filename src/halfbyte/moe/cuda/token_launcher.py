@@ -75,4 +75,5 @@ def compile_token(works: tuple[Work, Work], dtype: torch.dtype, device: int) -> 
 def _kernel(dtype: torch.dtype, plan: TokenPlan, work: Work, device: int) -> nvrtc.Kernel:
     functions = (("moe_token", gpu_of(device).block_bytes),)
     macros = (*dtype_macros(dtype), *plan.macros(work))
-    return nvrtc.load("moe/cuda/token.cu", macros, functions, device)["moe_token"]
+    path = "moe/cuda/token.cu"
+    return nvrtc.load(path, macros, functions, device, largest_share=True)["moe_token"]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from models.zoo import make_model, token_ids
 from plugins.vllm.engine.engines import assert_ours, generate
@@ -23,13 +24,19 @@ def test_requests_compile_no_attention_kernel(recipe: str) -> None:
         assert compiled_for(llm, lengths, 2000) == []
 
 
+@pytest.mark.parametrize("on_sm90", [False, True])
 @pytest.mark.parametrize("recipe", ["plain", "balanced"])
 def test_long_prompts_compile_no_attention_kernel(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str, on_sm90: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that PyTorch's dense attention takes, in chunks and after hits."""
-    from halfbyte.attention.prefill import dense
+    """Prompts that PyTorch's dense attention takes, or SM90's kernel, in chunks and after hits."""
+    from halfbyte.attention.prefill import chunks, dense
+    from halfbyte.attention.prefill.sm90 import launcher as sm90
 
+    if not on_sm90:
+        monkeypatch.setattr(sm90, "supports", lambda inputs: False)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs SM90")
     config = make_model("qwen3", head_dim=128, max_position_embeddings=16384).config
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -37,13 +44,15 @@ def test_long_prompts_compile_no_attention_kernel(
     options |= {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_batched_tokens": 8192}
     with gpu_engine(tmp_path, dtype="bfloat16", enable_prefix_caching=True, **options) as llm:
         assert_rings(assert_ours(llm), recipe)
-        calls, run_last = [], dense._run_last
+        calls = []
+        module, name = (chunks, "run_tiles") if on_sm90 else (dense, "_run_last")
+        run = getattr(module, name)
 
         def counted(*arguments: Any) -> Any:
             calls.append(arguments)
-            return run_last(*arguments)
+            return run(*arguments)
 
-        monkeypatch.setattr(dense, "_run_last", counted)
+        monkeypatch.setattr(module, name, counted)
         lengths = ((2048,), (2500,), (4096, 3000), (9000,), (15000, 700))
         assert compiled_for(llm, lengths, 16000) == []
     assert len(calls) > 20
