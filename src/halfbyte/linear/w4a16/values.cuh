@@ -3,7 +3,7 @@
 // Macro: X_BF16, 1 for bfloat16 activations, 0 for float16.
 
 #pragma once
-#include "kernels/runtime/basics.cuh"
+#include "kernels/runtime/pairs.cuh"
 
 // Unpacks a word of eight values to the A registers of one step: pairs of values times 2^-126 (bfloat16) or
 // 2^-14 (float16). `(x ^ y) & keep` is one instruction.
@@ -75,14 +75,4 @@ __device__ __forceinline__ float upper_to_float(u32 x) {
 #else
   return lower_to_float(x >> 16);
 #endif
-}
-
-__device__ __forceinline__ u32 pack_pair(float lower, float upper) {
-  u32 y;
-#if X_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(upper), "f"(lower));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(upper), "f"(lower));
-#endif
-  return y;
 }

@@ -3,19 +3,10 @@
 
 #pragma once
 #include "attention/prefill/sm90/work.cuh"
+#include "kernels/runtime/pairs.cuh"
 
 #define PAIRS (COLUMNS / 8)  // blocks of 8 columns
 #define MINUS_INFINITY __int_as_float(0xFF800000)
-
-__device__ __forceinline__ u32 pack_pair(float lower, float upper) {
-  u32 y;
-#if X_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(upper), "f"(lower));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(upper), "f"(lower));
-#endif
-  return y;
-}
 
 // Over the four lanes of a row.
 __device__ __forceinline__ float max_of_row(float x) {
