@@ -100,13 +100,16 @@ class Launches:
 
 
 def merges_of(
-    batch: Sequence[tuple[int, int]], recent: int, monkeypatch: pytest.MonkeyPatch
+    batch: Sequence[tuple[int, int]],
+    recent: int,
+    monkeypatch: pytest.MonkeyPatch,
+    kv_heads: int = 1,
 ) -> set[tuple[Any, ...]]:
     """Variants of `combine_kernel` that a batch's prompts need, without decode steps."""
-    launches, heads, head_size = Launches(), 2, 128
+    launches, heads, head_size = Launches(), 2 * kv_heads, 128
 
     def run_block(inputs: Any, block: Any, query: torch.Tensor, *, causal: bool) -> Any:
-        return query, torch.empty((len(query), heads, query.shape[1]))
+        return query, torch.empty((len(query), heads, query.shape[1]), device="meta")
 
     monkeypatch.setattr(combine, "combine_kernel", launches)
     monkeypatch.setattr(dense, "_run_block", run_block)
@@ -120,7 +123,7 @@ def merges_of(
     inputs = AttentionInputs(
         query,
         torch.empty(0),
-        PageLayout("nvfp4", "nvfp4", head_size, None, 1, 16),
+        PageLayout("nvfp4", "nvfp4", head_size, None, kv_heads, 16),
         torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
         lengths,
         torch.empty(0),
@@ -156,6 +159,30 @@ def test_random_batches_merge_by_compiled_kernels(
         assert variants <= compiled, batch
         needed |= variants
     assert (len(needed) >= 3) == (max_new >= MIN_QUERIES)
+
+
+@pytest.mark.parametrize("recent", [0, 64])
+def test_long_prompts_merge_by_compiled_kernels_on_sm90(
+    recent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There only keys that the workspace cannot hold are in blocks."""
+    monkeypatch.setattr(dense.sm90, "supports", lambda inputs: True)
+    workspace, rng = 65536, random.Random(0)
+
+    def merges(batch: list[Tokens]) -> set[tuple[Any, ...]]:
+        # Those with last tokens are split off the others.
+        long = [x for x in batch if x.length - recent > workspace] if recent else batch
+        return merges_of(long, recent, monkeypatch, kv_heads=8) if long else set()
+
+    compiled = set().union(*(merges(batch) for batch in engine_batches(262144)))
+    needed = set()
+    for _ in range(200):
+        new = rng.choice([512, 2048, 8192, rng.randint(MIN_CHUNK, 8192)])
+        batch = [Tokens(new, rng.randint(workspace - 8192, 250_000))]
+        variants = merges(batch)
+        assert variants <= compiled, batch
+        needed |= variants
+    assert len(needed) >= 3
 
 
 @pytest.mark.parametrize("max_model_len", [1000, 131072])
