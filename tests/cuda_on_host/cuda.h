@@ -73,7 +73,6 @@ struct Copy {
   const void* from;
   unsigned bytes, there;
   int group;
-  bool by_rows;
 };
 
 // A pending matmul.

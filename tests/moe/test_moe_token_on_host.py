@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
 import cuda_on_host
+from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kernels.runtime.devices import Memory
 from halfbyte.linear.w4a16.gemv.plan import Gpu
 from halfbyte.moe import PackedExperts
 from halfbyte.moe.cuda import token_launcher
@@ -19,19 +22,41 @@ from slow import slow
 
 pytestmark = cuda_on_host.needs_compiler
 
-SMALL_GPU = Gpu(80, 99 * 1024, 3, 0)
+SMALL_GPU = Gpu(90, 99 * 1024, 3, 0)
 HIDDEN, INTERMEDIATE = 672, 96
 """HIDDEN ends within a chunk, the 11th: its last part has one. Three warps can share it."""
 
 
 @contextmanager
-def on_host() -> Iterator[None]:
-    """Let the launcher's kernels run on the CPU; memory that it allocates begins as NaN."""
+def on_host(x: torch.Tensor) -> Iterator[None]:
+    """Let the launcher's kernels run on the CPU, where each starts before the one in front has
+    written: `x`, or the first product. Memory that is allocated begins as NaN."""
+    written = [x]
+
+    def allocate(memory: Memory, device: object) -> torch.Tensor:
+        written.append(cuda_on_host.allocate(memory, device))
+        return written[-1]
+
+    launched: list[object] = []
+
+    def launch(
+        kernel: Any, grid: int, threads: int, arguments: Any, *, overlap: bool, ctas_per_sm: int = 0
+    ) -> None:
+        assert overlap
+        late = written[len(launched)]
+        launched.append(kernel)
+        before = torch.full_like(late, torch.nan)
+        function, shared_bytes = kernel.function, kernel.shared_bytes
+        cuda_on_host.launch(
+            *(function, grid, threads, *arguments), shared_bytes=shared_bytes, late=(late, before)
+        )
+
     token_launcher._kernel.cache_clear()
     with (
         cuda_on_host.overlapping_kernels(SMALL_GPU.compute_capability),
+        patch.object(nvrtc, "launch", launch),
         patch.object(token_launcher, "gpu_of", lambda device: SMALL_GPU),
-        patch.object(token_launcher, "allocate", cuda_on_host.allocate),
+        patch.object(token_launcher, "allocate", allocate),
     ):
         yield
     token_launcher._kernel.cache_clear()
@@ -41,11 +66,9 @@ def run(
     hidden: torch.Tensor, experts: PackedExperts, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Run the launcher; memory after all tensors is unmapped."""
-    matrices = packed_on_host(experts, hidden.dtype)
-    with on_host():
-        return token_launcher.run(
-            moved(hidden), *matrices, experts.activation, moved(ids), moved(weights)
-        )
+    matrices, x = packed_on_host(experts, hidden.dtype), moved(hidden)
+    with on_host(x):
+        return token_launcher.run(x, *matrices, experts.activation, moved(ids), moved(weights))
 
 
 @pytest.mark.parametrize(

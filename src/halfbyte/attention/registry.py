@@ -46,7 +46,7 @@ def _refusal(backend: type[AttentionBackend], config: AttentionConfig, named: bo
     """Why a backend that can implement the config is not used for it; None if it is."""
     if config.transform and not backend.takes_transforms:
         return "supports only kv_recipe plain"
-    # On GPUs, `recent` attends to the last tokens for all other backends.
+    # On GPUs, `recent` attends to the last tokens for backends that do not.
     if config.recent and config.device_type != "cuda" and not backend.takes_recent:
         return "reads all tokens from the pages"
     # The best backend for a batch would otherwise depend on the rest of the batch.

@@ -21,7 +21,7 @@ from attention.prefill.dense_cases import (
     prefer_pytorch,
 )
 from halfbyte.attention import ATTENTION_BACKENDS, AttentionPlans, router
-from halfbyte.attention.prefill import combine, dense
+from halfbyte.attention.prefill import chunks, combine, dense
 from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.dense import DenseAttention, uses_cudnn
 from halfbyte.attention.prefill.plan import key_blocks, rounded_up
@@ -305,7 +305,18 @@ def test_dense_attention_on_a_gpu(
         monkeypatch.setattr(sm90, "supports", lambda inputs: False)
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs SM90")
-    assert_dense(make_case(**{"head_size": 128, "group": 2, "kv_heads": 1, **LARGE[name]}), "cuda")
+    monkeypatch.setattr(dense_plan, "MIN_SM90_TILES", 1)
+    runs: list[int] = []
+
+    def counted(*arguments: Any) -> None:
+        runs.append(1)
+        sm90.run_tiles(*arguments)
+
+    monkeypatch.setattr(chunks, "run_tiles", counted)
+    options: dict[str, Any] = {"head_size": 128, "group": 2, "kv_heads": 1, **LARGE[name]}
+    assert_dense(make_case(**options), "cuda")
+    is_supported = "sliding_window" not in options and options["head_size"] <= 128
+    assert bool(runs) == (on_sm90 and is_supported)
 
 
 @pytest.mark.gpu

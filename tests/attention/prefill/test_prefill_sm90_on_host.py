@@ -13,7 +13,7 @@ from attention.cases import Case, assert_close_to_exact, make_case
 from attention.prefill.dense_cases import SMALL, inputs_of, make_small
 from cuda_on_host import needs_compiler
 from cuda_on_host.build import overlapping_kernels
-from halfbyte.attention import AttentionInputs, router
+from halfbyte.attention import AttentionInputs, AttentionPlans, router
 from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.dense import DenseAttention
 from halfbyte.attention.prefill.sm90 import launcher
@@ -107,6 +107,42 @@ def test_prompts_beyond_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "halfbyte.attention.recent.launcher"
     monkeypatch.setitem(sys.modules, name, interpreted(name))
     assert_right(case)
+
+
+@needs_compiler
+def test_layers_of_several_groups_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's tiles have as many tokens of 27 and of 32 query heads, this kernel's do not."""
+    plans = AttentionPlans()
+    for group in (27, 32):
+        options = {"group": group, "query_lens": (40,), "seq_lens": (90,), "recent": 20}
+        case = make_small(options, monkeypatch, workspace_tokens=1000)
+        inputs, _ = run(case, plans=plans)
+        assert_close_to_exact(inputs.out, case)
+
+
+@needs_compiler
+def test_entries_that_are_not_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"query_lens": (20, 30), "seq_lens": (90, 100), "recent": 20}
+    case = make_small(options, monkeypatch, workspace_tokens=1000)
+    recent = inputs_of(case, "cpu").recent
+    assert recent is not None
+    entries = torch.stack([recent.entries, torch.full_like(recent.entries, 99)], dim=1)[:, 0]
+    inputs, _ = run(case, recent=recent._replace(entries=entries))
+    assert_close_to_exact(inputs.out, case)
+
+
+def test_few_tiles_are_divided_as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_small({"query_lens": (40, 60), "seq_lens": (40, 60)}, monkeypatch)
+    inputs = inputs_of(case, "cpu")
+    # Two KV heads; a tile has 96 tokens.
+    for least, on_sm90 in ((4, True), (5, False)):
+        monkeypatch.setattr(dense_plan, "MIN_SM90_TILES", least)
+        plan = dense_plan.make_plan(inputs, 16, True)
+        assert plan.on_sm90 == on_sm90
+        assert bool(plan.chunks) == on_sm90  # else PyTorch's attention
+        assert bool(plan.long) != on_sm90
+    case = make_small({"query_lens": (40,), "seq_lens": (40,), "recent": 20}, monkeypatch)
+    assert dense_plan.make_plan(inputs_of(case, "cpu"), 16, True).on_sm90
 
 
 @needs_compiler

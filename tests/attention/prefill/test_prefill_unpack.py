@@ -181,7 +181,7 @@ def test_unpack_kernel_compiles(dtype: str, head_size: int, segment: int, capabi
     from halfbyte.kernels.formats.kv_tiles import side_geometry
 
     layout = PageLayout(dtype, dtype, head_size, None, 8, 16)
-    tile = choose_tile(head_size, segment > 0, capability)
+    tile = choose_tile(head_size, segment > 0)
     usage = compile_kernel(
         unpack_kernel,
         {

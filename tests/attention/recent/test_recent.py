@@ -224,9 +224,10 @@ def test_on_a_gpu(name: str, backend: str | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("lens", [(512, 512), (700,), (512, 512, 40)], ids=str)
 def test_prompts_on_a_gpu(
-    lens: tuple[int, ...], at_once: bool, monkeypatch: pytest.MonkeyPatch
+    lens: tuple[int, ...], head_size: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By PyTorch's attention (in one call, padded, and with another prompt), or by the kernel for
     pages and last tokens."""
@@ -238,8 +239,8 @@ def test_prompts_on_a_gpu(
     else:
         launcher = "halfbyte.attention.recent.launcher"
         monkeypatch.setattr(f"{launcher}.run_with_recent", None)  # would be an error
-    options: dict[str, Any] = {"recent": 64, "transform": {}, "sinks": True, "head_size": 128}
-    case = make_case(**options, query_lens=lens, seq_lens=lens)
+    options: dict[str, Any] = {"recent": 64, "transform": {}, "sinks": True}
+    case = make_case(**options, head_size=head_size, query_lens=lens, seq_lens=lens)
     query, pages = case.query.cuda(), case.pages.cuda()
     out, lse = paged_attention(
         query, pages, backend="dense", return_lse=True, **case.arguments("cuda")

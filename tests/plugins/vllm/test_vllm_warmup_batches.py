@@ -13,6 +13,7 @@ from attention.cases import config as attention_config
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.paged.plan import Tiles, TritonTarget, choose_tiles, make_plan
 from halfbyte.attention.prefill import combine, dense
+from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_KEYS_PER_QUERY,
@@ -183,6 +184,43 @@ def test_long_prompts_merge_by_compiled_kernels_on_sm90(
         assert variants <= compiled, batch
         needed |= variants
     assert len(needed) >= 3
+
+
+@pytest.mark.parametrize("max_new", [2048, 8192])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_size"), [(1, 8, 128), (2, 4, 64), (2, 2, 128), (8, 4, 128)]
+)
+def test_batches_reach_the_kernel_of_sm90(
+    kv_heads: int, group: int, head_size: int, max_new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If any batch of prompts does. Without last tokens it runs only for many tiles."""
+    monkeypatch.setattr(dense.sm90, "supports", lambda inputs: True)
+    layout, rng = PageLayout("nvfp4", "nvfp4", head_size, None, kv_heads, 16), random.Random(0)
+
+    def reaches(batch: Sequence[Tokens]) -> bool:
+        counts = [x.new for x in batch]
+        query = torch.empty((sum(counts), kv_heads * group, head_size), dtype=torch.bfloat16)
+        inputs = AttentionInputs(
+            query,
+            torch.empty(0),
+            layout,
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
+            torch.tensor([x.length for x in batch], dtype=torch.int32),
+            torch.zeros((len(batch), 1), dtype=torch.int32),
+            *(1.0, 1.0, 1.0),
+            *(None, None, None),
+            False,
+            None,
+            None,
+            AttentionPlans(),
+        )
+        plan = dense_plan.make_plan(inputs, 32, True)
+        return plan.on_sm90 and bool(plan.chunks)
+
+    if not any(reaches(batch) for batch in engine_batches(4096, max_new, group)):
+        for _ in range(100):
+            new = rng.choice([15, 40, 150, 1000])
+            assert not reaches([Tokens(new, 0)] * min(256, max_new // new))
 
 
 @pytest.mark.parametrize("max_model_len", [1000, 131072])

@@ -1,8 +1,9 @@
-"""Prefill with halfbyte's kernel: unpacks the keys that new tokens see, then attends to them.
+"""Prefill with halfbyte's kernels: unpacks the keys that new tokens see, then attends to them.
 
-For cases that PyTorch's dense attention does not support or is slower at: windows, soft-caps, K and
-V of different head sizes, and short prompts. One launch unpacks the keys of as many sequences as
-fit in the workspace, a second one computes attention.
+One launch unpacks the keys of as many sequences as fit in the workspace, a second one computes
+attention: on SM90 the kernel of `sm90/`, which takes most prompts, else the one in Triton, for
+cases that PyTorch's dense attention does not support or is slower at (windows, soft-caps, K and V
+of different head sizes, short prompts).
 """
 
 from collections.abc import Iterable, Iterator

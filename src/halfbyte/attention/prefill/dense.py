@@ -128,6 +128,8 @@ class _PlanKey(NamedTuple):
     workspace_tokens: int
     queries_at_once: int
     tokens_per_tile: int
+    num_heads: int
+    num_kv_heads: int
     head_size: int
     head_size_v: int
     sliding_window: int | None
@@ -149,6 +151,8 @@ def plan_of(inputs: AttentionInputs) -> DensePlan:
         workspace_tokens=workspace_tokens(inputs),
         queries_at_once=queries_at_once(inputs),
         tokens_per_tile=tokens_per_tile,
+        num_heads=inputs.query.shape[1],
+        num_kv_heads=layout.num_kv_heads,
         head_size=layout.head_size,
         head_size_v=layout.head_size_v,
         sliding_window=inputs.sliding_window,

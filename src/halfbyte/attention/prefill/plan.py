@@ -32,8 +32,8 @@ PAIRS_PER_TOKEN = 1300
 """A sequence without padding counts as its pairs plus this number for every new token when it is
 compared with `MIN_PAIRS`, because PyTorch's attention also takes less time per token."""
 MIN_SM90_TILES = 128
-"""Min tiles for the kernel of `sm90`, about one per SM. With fewer, the Triton kernel has shorter
-steps."""
+"""Min tiles for the kernel of `sm90`, about one per SM, but for `recent`. With fewer, batches are
+divided as elsewhere: the Triton kernel has shorter steps."""
 MIN_CHUNK = 128
 """Min new tokens for which unpacking all keys of a sequence pays off, whatever their number."""
 MAX_KEYS_PER_QUERY = 64
@@ -136,7 +136,10 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int, on_sm90: bool = Fal
     max_tokens, max_queries = workspace_tokens(inputs), queries_at_once(inputs)
     window = inputs.sliding_window
     prompts = [Prompt(*p) for p in zip(starts, counts, lengths, beyond, strict=False)]
-    decode, general, short, long, merged = _sorted(prompts, inputs, on_sm90)
+    taken = _sorted(prompts, inputs, on_sm90)
+    if on_sm90 and inputs.recent is None and _tiles_on_sm90(inputs, counts, taken) < MIN_SM90_TILES:
+        on_sm90, taken = False, _sorted(prompts, inputs, False)
+    decode, general, short, long, merged = taken
     device = inputs.query.device
     is_whole = not any(beyond)
     split_off = [
@@ -148,13 +151,8 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int, on_sm90: bool = Fal
         split_off[-1] = replace(split_off[-1], merges_recent=True)
     sequences = [(i, starts[i], counts[i], lengths[i]) for i in short]
     recent = inputs.recent.tokens if inputs.recent else 0
-    layout, num_heads = inputs.layout, inputs.query.shape[1]
     if on_sm90:
-        group = num_heads // layout.num_kv_heads
-        tokens = sm90.tokens_of_tile(group, layout.head_size)
-        tiles = layout.num_kv_heads * sum(-(-counts[i] // tokens) for i in short)
-        on_sm90 = recent > 0 or tiles >= MIN_SM90_TILES
-        tokens_per_tile = tokens if on_sm90 else tokens_per_tile
+        tokens_per_tile = _tokens_on_sm90(inputs)
     chunks = make_chunks(sequences, window, max_tokens, tokens_per_tile, device, recent)
     steps = [
         step
@@ -167,6 +165,18 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int, on_sm90: bool = Fal
     ]
     empty = None if is_whole else torch.cat(rows).to(device)
     return DensePlan(steps, chunks, on_sm90, split_off, empty)
+
+
+def _tokens_on_sm90(inputs: AttentionInputs) -> int:
+    """Max query tokens of a tile there."""
+    layout = inputs.layout
+    return sm90.tokens_of_tile(inputs.query.shape[1] // layout.num_kv_heads, layout.head_size)
+
+
+def _tiles_on_sm90(inputs: AttentionInputs, counts: list[int], taken: "_Sorted") -> int:
+    """Tiles of the sequences that its kernel would take."""
+    tokens = _tokens_on_sm90(inputs)
+    return inputs.layout.num_kv_heads * sum(-(-counts[i] // tokens) for i in taken.short)
 
 
 class Prompt(NamedTuple):

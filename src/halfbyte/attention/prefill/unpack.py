@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.attention.base import AttentionInputs
-from halfbyte.attention.paged.plan import triton_target
 from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.attention.prefill.unpack_kernel import unpack_kernel
 from halfbyte.kernels.formats.kv_tiles import page_stride_of, scale_factor, side_geometry
@@ -25,7 +24,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def choose_tile(head_size: int, rotated: bool, compute_capability: int) -> Tile:
+def choose_tile(head_size: int, rotated: bool) -> Tile:
     """4 KiB of packed values at head size 128; less where the matmul would spill registers."""
     if rotated and head_size > 128:
         return Tile(32, 8)
@@ -92,8 +91,7 @@ def unpack_into(
     undone = _transform_arguments(transform, layout, k.padded, pages)
     if undone["rotated"]:
         k_factor *= block_size(layout.head_size) ** -0.5
-    compute_capability = triton_target(pages.device).compute_capability
-    tile = choose_tile(layout.head_size, undone["rotated"], compute_capability)
+    tile = choose_tile(layout.head_size, undone["rotated"])
     tiles = -(-ranges.max_keys // tile.num_tokens)
     if undone["segment"]:
         tiles += 1  # the first tile may start before the range

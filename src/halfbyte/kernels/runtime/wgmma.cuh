@@ -2,7 +2,7 @@
 //
 // Inline assembly has a fixed number of operands, hence two lines per size.
 //
-// Macro: X_BF16, see values.cuh
+// Macro: X_BF16, 1 for bfloat16, 0 for float16
 
 #pragma once
 #include "kernels/runtime/basics.cuh"

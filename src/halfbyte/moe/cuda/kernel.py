@@ -96,7 +96,8 @@ def _variant(
 
 
 class CudaKernel(OperatorKernel):
-    """`experts.cu` for few tokens per expert; for more `gemm.cu` on SM90 and Triton elsewhere."""
+    """`token.cu` and `experts.cu` for few tokens per expert; for more `gemm.cu` on SM90 and Triton
+    elsewhere."""
 
     name: ClassVar[str] = "cuda"
     product = staticmethod(nvfp4_moe_cuda)

@@ -54,10 +54,13 @@ _BATCHES = (
     (Tokens(40, 2000), Tokens(1, 300)),
     (Tokens(160, 0), Tokens(160, 600)),
     (Tokens(600, 0), Tokens(300, 900), Tokens(1, 33)),
-    # In a batch with prompts, `attention.recent` reads the last tokens of decode steps, too.
+    # In a batch with prompts, `attention.recent` reads the last tokens of decode steps, too, where
+    # the prompts' kernel does not read last tokens itself.
     *((Tokens(160, 0), Tokens(new, 300)) for new in range(1, 9)),
     # Few cached tokens, but enough sequences to fill the GPU without unpacking.
     (Tokens(16, 400),) * 512,
+    # The most tiles that a step can have, which decides between two kernels for prompts.
+    (Tokens(MAX_DECODE_QUERIES + 1, 0),) * 512,
     (Tokens(2048, 0),),
     (Tokens(2048, 0), Tokens(2048, 0)),
     (Tokens(2300, 0),),  # padded for cuDNN, so that one result is copied

@@ -11,6 +11,7 @@ from halfbyte.dispatch import compute_capability_of, missing_module
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import num_sms
 from halfbyte.kernels.runtime.parameters import KernelArguments, aligned
+from halfbyte.kvcache.recent import RecentInputs
 
 _WORKERS = {64: 3, 128: 2}
 """Warpgroups that have 64 rows of a tile each, by head size."""
@@ -55,9 +56,16 @@ def supports(inputs: AttentionInputs) -> bool:
         and layout.head_size in _WORKERS
         and inputs.sliding_window is None
         and inputs.softcap is None
-        and (recent is None or recent.keys.dtype == recent.key.dtype == dtype)
-        and (recent is None or recent.values.dtype == recent.value.dtype == dtype)
+        and (recent is None or _takes(recent, dtype))
     )
+
+
+def _takes(recent: RecentInputs, dtype: torch.dtype) -> bool:
+    """Whether rings and the step's tokens have the query's dtype, and rings suit copies of 16
+    bytes."""
+    tensors = (recent.keys, recent.values, recent.key, recent.value)
+    aligned_rings = not (recent.keys.data_ptr() | recent.values.data_ptr()) % 16
+    return aligned_rings and all(x.dtype == dtype for x in tensors)
 
 
 def tokens_of_tile(group: int, head_size: int) -> int:
@@ -98,7 +106,8 @@ def run_tiles(
     matrices = {"query": query, "packed_key": key, "packed_value": value}
     if recent is not None:
         matrices |= {"new_key": recent.key, "new_value": recent.value}
-        arguments.bind(ring_keys=recent.keys, ring_values=recent.values, entries=recent.entries)
+        entries = recent.entries.contiguous()
+        arguments.bind(ring_keys=recent.keys, ring_values=recent.values, entries=entries)
     for name, x in matrices.items():
         x = aligned(x)
         setattr(arguments.params, name, _Matrix(x.data_ptr(), *x.stride()[:2]))
@@ -112,8 +121,8 @@ def run_tiles(
     group = num_heads // kv_heads
     items = len(work) * kv_heads * -(-group // _rows(head_size))
     kernel = _kernel(query.dtype, head_size, group, recent.tokens if recent else 0, device)
-    threads = 128 * (1 + _WORKERS[head_size])
-    nvrtc.launch(*(kernel, min(num_sms(device), items), threads, (arguments.params,)), overlap=True)
+    threads, ctas = 128 * (1 + _WORKERS[head_size]), min(num_sms(device), items)
+    nvrtc.launch(kernel, ctas, threads, (arguments.params,), overlap=True)
 
 
 @lru_cache(maxsize=64)

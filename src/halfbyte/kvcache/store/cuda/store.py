@@ -155,9 +155,8 @@ class StoreVariant(NamedTuple):
     def macros(self, layout: PageLayout) -> dict[str, int | None]:
         """Macros that `store.cu` is compiled with."""
         of_regions = region_fields(layout)
-        more = self.k_weighted and not self.small_grid  # others would spill
-        by_tile = (4 if more else 3) if self.left_out else 6
-        by_block = 5 if more else 4
+        by_tile = 4 if self.left_out else 6
+        by_block = 5 if self.k_weighted and not self.small_grid else 4
         ctas_per_sm = {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: by_tile, _BY_LANES: 8}[self.by]
         return {
             "HEAD_SIZE": layout.head_size,
@@ -308,8 +307,12 @@ def store_transformed(inputs: StoreInputs) -> None:
 
 
 def _leaves_out(variant: StoreVariant, layout: PageLayout, num_slots: int, device: int) -> bool:
-    """Whether there are more tiles than fit the GPU, unless they lack their first blocks."""
-    if variant.by != _BY_TILE or layout.head_size != 128:
+    """Whether there are more tiles than fit the GPU, unless they lack their first blocks.
+
+    Without weights for K the kernel has no registers for more tiles.
+    """
+    has_registers = variant.k_weighted and not variant.small_grid
+    if variant.by != _BY_TILE or layout.head_size != 128 or not has_registers:
         return False
     tiles = layout.num_kv_heads * -(-num_slots // _TILE)
     many = tiles > _TILES_PER_SM * num_sms(device)
