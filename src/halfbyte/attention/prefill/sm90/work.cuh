@@ -14,7 +14,6 @@
 #define ROWS (64 * WORKERS)                          // of a tile: tokens x query heads
 #define COLUMNS (HEAD_SIZE == 128 ? 128 : 96)         // keys of a step
 #define HEADS (GROUP < ROWS ? GROUP : ROWS)          // of a tile
-#define TOKENS (ROWS / HEADS)                        // of a tile
 #define HEAD_BLOCKS ((GROUP + HEADS - 1) / HEADS)    // of a KV head
 #define HALVES (HEAD_SIZE / 64)
 #define HALF_BYTES (COLUMNS * 128)                   // 64 dims of a step's keys
