@@ -42,3 +42,11 @@ def experts_of(kind: Kind, num_experts: int, h: int, i: int) -> PackedExperts:
         bias=bias,
         dtype=dtype,
     )
+
+
+def spoil(experts: PackedExperts, numbers: list[int]) -> None:
+    """Make the scales of some experts NaN or as large as they can be."""
+    for matrices in (experts.gate_up, experts.down):
+        assert matrices.global_scale is not None
+        matrices.global_scale[numbers] = torch.nan
+        matrices.scales.view(torch.uint8)[numbers] = 0x7E

@@ -33,10 +33,9 @@ from moe.cases import (
     random_hidden,
     random_routing,
 )
+from moe.works import GPT, QWEN
 from slow import slow
 
-QWEN = (Work(1536, 2048, 128, "nvfp4", True), Work(2048, 768, 128, "nvfp4", False))
-GPT = (Work(5760, 2880, 32, "mxfp4", True, True), Work(2880, 2880, 32, "mxfp4", False))
 LAYERS = {"qwen3-30b-a3b": (QWEN, 8), "gpt-oss-20b": (GPT, 4)}
 CONFIG = MoeConfig(128, 2048, 768, torch.bfloat16, device_type="cuda", compute_capability=90)
 

@@ -25,7 +25,8 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
 from halfbyte.moe.cuda.plan import MAX_EXPERTS, Work
 from linear.gpus import H200, RTX_3090
 from machine_code import compiled, disassembled, stack_bytes
-from moe.test_moe_cuda import GPT, LAYERS, QWEN
+from moe.test_moe_cuda import LAYERS
+from moe.works import GPT, QWEN
 from slow import slow
 
 MIXTRAL = Work(2 * 14336, 4096, 8, "nvfp4", True), Work(4096, 14336, 8, "nvfp4", False)

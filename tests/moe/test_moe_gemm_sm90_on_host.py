@@ -19,7 +19,7 @@ from halfbyte.moe.cuda.pairs import pairs_of
 from halfbyte.moe.cuda.plan import Work
 from halfbyte.moe.experts import WeightFormat
 from moe.cases import LIMITED, assert_close_enough, random_hidden, random_routing
-from moe.on_host import BF16, KINDS, experts_of, moved, packed_on_host
+from moe.on_host import BF16, KINDS, experts_of, moved, packed_on_host, spoil
 from slow import slow
 
 pytestmark = cuda_on_host.needs_compiler
@@ -140,10 +140,7 @@ def test_experts_that_are_not_hit_are_not_read() -> None:
     hidden, experts, ids, weights = case("swiglu", 5, 2, 5)
     ids[:] = torch.tensor([0, 2])
     expected = run(hidden, experts, ids, weights)
-    for matrices in (experts.gate_up, experts.down):
-        assert matrices.global_scale is not None
-        matrices.global_scale[[1, 3, 4]] = torch.nan
-        matrices.scales.view(torch.uint8)[[1, 3, 4]] = 0x7E
+    spoil(experts, [1, 3, 4])
     assert torch.equal(run(hidden, experts, ids, weights), expected)
 
 

@@ -17,10 +17,9 @@ from halfbyte.moe.cuda.token_plan import (
 )
 from linear.gpus import H200, RTX_3090
 from machine_code import compiled, stack_bytes, used
+from moe.works import GPT, QWEN
 from slow import slow
 
-QWEN = (Work(1536, 2048, 128, "nvfp4", True), Work(2048, 768, 128, "nvfp4", False))
-GPT = (Work(5760, 2880, 32, "mxfp4", True, True), Work(2880, 2880, 32, "mxfp4", False))
 LAYERS = pytest.mark.parametrize(
     ("works", "top_k"), [(QWEN, 8), slow(GPT, 4)], ids=["qwen3-30b-a3b", "gpt-oss-20b"]
 )

@@ -17,7 +17,7 @@ from halfbyte.moe.cuda import token_launcher
 from halfbyte.moe.cuda.plan import Work
 from halfbyte.moe.cuda.token_plan import TokenPlan
 from moe.cases import assert_close_enough, random_hidden, random_routing
-from moe.on_host import BF16, KINDS, Kind, experts_of, moved, packed_on_host
+from moe.on_host import BF16, KINDS, Kind, experts_of, moved, packed_on_host, spoil
 from slow import slow
 
 pytestmark = cuda_on_host.needs_compiler
@@ -140,10 +140,7 @@ def test_experts_that_are_not_hit_are_not_read() -> None:
     )
     ids, weights = torch.tensor([[0, 2]]), torch.ones(1, 2)
     expected = run(hidden, experts, ids, weights)
-    for matrices in (experts.gate_up, experts.down):
-        assert matrices.global_scale is not None
-        matrices.global_scale[[1, 3, 4]] = torch.nan
-        matrices.scales.view(torch.uint8)[[1, 3, 4]] = 0x7E
+    spoil(experts, [1, 3, 4])
     assert torch.equal(run(hidden, experts, ids, weights), expected)
 
 

@@ -3,7 +3,6 @@
 #pragma once
 #include "kernels/runtime/basics.cuh"
 
-#define LOG2E 1.4426950408889634f
 
 // silu(gate) * up, silu(x) = x / (1 + e^-x). The approximate division has an error of two units in the last place of
 // float32, and gives 0 for e^-x from 2^126 on, where silu(x) is above -2^-119.

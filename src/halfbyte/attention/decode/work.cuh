@@ -19,8 +19,6 @@
 #pragma once
 #include "kernels/runtime/basics.cuh"
 
-#define LOG2E 1.4426950408889634f
-#define NEG_INF (-__int_as_float(0x7f800000))
 #define SHORT_SPAN 8  // tiles
 
 struct WorkItem {

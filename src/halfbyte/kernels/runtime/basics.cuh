@@ -7,6 +7,9 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
+#define LOG2E 1.4426950408889634f
+#define NEG_INF (-__int_as_float(0x7f800000))
+
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
 }
@@ -78,6 +81,22 @@ __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Transposes 4 x 4 words over four lanes, STRIDE apart: exchanges with the next lane, then with the one after that.
+template <int STRIDE>
+__device__ __forceinline__ void transpose_words(u32* w) {
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2) {
+    const bool is_upper = threadIdx.x & STRIDE * distance;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      if (j & distance) continue;
+      const u32 got = __shfl_xor_sync(~0u, is_upper ? w[j] : w[j | distance], STRIDE * distance);
+      if (is_upper) w[j] = got;
+      else w[j | distance] = got;
+    }
+  }
 }
 
 // (a & mask) | (b & ~mask), as one instruction.

@@ -84,6 +84,16 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   } while (!done);
 }
 
+// A stage of a ring, and the parity of its barriers.
+template <int COUNT>
+struct RingState {
+  int stage = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == COUNT) stage = 0, parity ^= 1;
+  }
+};
+
 // Bulk copy to shared memory; completes on the barrier.
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile(

@@ -70,9 +70,9 @@ struct Loader {
   // Loads a step's keys, or values, to the next slot.
   __device__ __forceinline__ void load(const Tile& tile, int step, const Matrix& packed, const Matrix& own,
                                        const u16* ring_data) {
-    barrier_wait(barriers.empty + 8 * slot.index, slot.parity ^ 1);
+    barrier_wait(barriers.empty + 8 * slot.stage, slot.parity ^ 1);
     const int num_packed = tile.packed(), end = (step + 1) * COLUMNS;
-    Place at{ring + slot.index * SLOT_BYTES + place_of(row, chunk), step * COLUMNS + row};
+    Place at{ring + slot.stage * SLOT_BYTES + place_of(row, chunk), step * COLUMNS + row};
     const u16* const from = row_of(packed, tile.first_row + at.column, tile.kv_head);
     if (end <= num_packed) {
 #pragma unroll
@@ -90,7 +90,7 @@ struct Loader {
       }
       for (; at.column < end; at.advance()) copy16_or_zeros(at.to, p.query.data, false);
     }
-    commit(barriers.full + 8 * slot.index);
+    commit(barriers.full + 8 * slot.stage);
     slot.next();
   }
 

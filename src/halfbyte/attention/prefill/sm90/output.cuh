@@ -3,21 +3,6 @@
 #pragma once
 #include "attention/prefill/sm90/softmax.cuh"
 
-// Transposes 4 x 4 words over the four lanes of a row: exchanges with lane c ^ 1, then with lane c ^ 2.
-__device__ __forceinline__ void transpose_words(u32* w) {
-#pragma unroll
-  for (int distance = 1; distance <= 2; distance *= 2) {
-    const bool is_upper = threadIdx.x & distance;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      if (j & distance) continue;
-      const u32 got = __shfl_xor_sync(~0u, is_upper ? w[j] : w[j | distance], distance);
-      if (is_upper) w[j] = got;
-      else w[j | distance] = got;
-    }
-  }
-}
-
 // `row`: the first of the thread's two in the tile.
 __device__ __forceinline__ void store(const Params& p, const Tile& tile, int row, const Softmax& softmax,
                                       const float* sums) {
@@ -29,7 +14,7 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, int row
     const int out_head = tile.head + head;
     float top = softmax.top[i], total = sum_of_row(softmax.total[i]), factor = 1.0f;
     if (p.sinks && exists) {
-      const float sink = p.sinks[out_head] * 1.44269504f, own = top;
+      const float sink = p.sinks[out_head] * LOG2E, own = top;
       top = fmaxf(top, sink);
       factor = ex2(own - top);
       total = fmaf(total, factor, ex2(sink - top));
@@ -44,11 +29,11 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, int row
         const float* x = sums + 16 * j + 4 * k + 2 * i;
         words[k] = pack_pair(x[0] * factor, x[1] * factor);
       }
-      transpose_words(words);
+      transpose_words<1>(words);
       if (exists) *(uint4*)(out + 32 * j + 8 * c) = make_uint4(words[0], words[1], words[2], words[3]);
     }
     if (p.lse && exists && c == 0)
       p.lse[(u64)(tile.first_token + token) * (p.kv_heads * GROUP) + out_head] =
-          (top + log2f(total)) * 0.69314718f;
+          (top + log2f(total)) * (1.0f / LOG2E);
   }
 }

@@ -78,12 +78,12 @@ struct Worker {
   __device__ __forceinline__ u32 next_slot(Slot* used) {
     *used = slot;
     slot.next();
-    barrier_wait(barriers.full + 8 * used->index, used->parity);
-    return ring + used->index * (SLOT_BYTES / 16);
+    barrier_wait(barriers.full + 8 * used->stage, used->parity);
+    return ring + used->stage * (SLOT_BYTES / 16);
   }
 
   __device__ __forceinline__ void release(const Slot& used) const {
-    if (lane == 0) barrier_arrive(barriers.empty + 8 * used.index);
+    if (lane == 0) barrier_arrive(barriers.empty + 8 * used.stage);
   }
 
   __device__ __forceinline__ void multiply_keys(float* scores, const u32 (*q)[4], u32 keys) const {

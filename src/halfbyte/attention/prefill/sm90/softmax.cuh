@@ -6,7 +6,6 @@
 #include "kernels/runtime/pairs.cuh"
 
 #define PAIRS (COLUMNS / 8)  // blocks of 8 columns
-#define MINUS_INFINITY __int_as_float(0xFF800000)
 
 // Over the four lanes of a row.
 __device__ __forceinline__ float max_of_row(float x) {
@@ -47,7 +46,7 @@ struct Visible {
 };
 
 struct Softmax {
-  float top[2] = {MINUS_INFINITY, MINUS_INFINITY};  // in base 2
+  float top[2] = {NEG_INF, NEG_INF};  // in base 2
   float total[2] = {0.0f, 0.0f};          // of this lane's columns
 
   // Turns scores into weights; `rescale` is what earlier sums are multiplied by.
@@ -59,7 +58,7 @@ struct Softmax {
       for (int j = 0; j < PAIRS; j++)
         max_score = fmaxf(max_score, fmaxf(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]));
       const float new_top = fmaxf(top[i], max_of_row(max_score) * scale);
-      const float unit = new_top == MINUS_INFINITY ? 0.0f : new_top;  // a row that sees no column yet
+      const float unit = new_top == NEG_INF ? 0.0f : new_top;  // a row that sees no column yet
       rescale[i] = ex2(top[i] - unit);
       top[i] = new_top;
       float sum = 0.0f;
@@ -83,7 +82,7 @@ __device__ __forceinline__ void hide(float* scores, const Visible* visible, int 
     const u32 columns = visible[i].columns(begin);
 #pragma unroll
     for (int bit = 0; bit < COLUMNS / 4; bit++)
-      if (!(columns >> bit & 1)) scores[bit / 2 * 4 + 2 * i + bit % 2] = MINUS_INFINITY;
+      if (!(columns >> bit & 1)) scores[bit / 2 * 4 + 2 * i + bit % 2] = NEG_INF;
   }
 }
 

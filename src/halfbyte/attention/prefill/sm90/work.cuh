@@ -106,14 +106,7 @@ struct Barriers {
   }
 };
 
-// A slot of the ring, and the parity of its barriers.
-struct Slot {
-  int index = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++index == SLOTS) index = 0, parity ^= 1;
-  }
-};
+typedef RingState<SLOTS> Slot;
 
 // Offset of 16 bytes of a row in a slot, or of a query: 64 dims are 128 bytes, with 128-byte swizzle.
 static_assert(HALVES == 1 || ROWS == COLUMNS, "one stride from 64 dims to the others");

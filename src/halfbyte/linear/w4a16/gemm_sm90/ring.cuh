@@ -27,15 +27,6 @@ __device__ __forceinline__ u32 x_descriptor(u32 address) {
   return __shfl_sync(~0u, address / 16 | 1u << 16, 0);
 }
 
-// A stage of a ring, and the parity of its barriers.
-template <int COUNT>
-struct RingState {
-  int stage = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == COUNT) stage = 0, parity ^= 1;
-  }
-};
 typedef RingState<STAGES> PipelineState;
 
 // Waits until this thread's TMA stores have read shared memory.

@@ -88,19 +88,7 @@ __device__ __forceinline__ void place_experts(const Params& p, const Counts& cou
 // positions 8 (4 j + c) .. + 7.
 __device__ __forceinline__ uint4 in_order(uint4 x) {
   u32 w[4] = {x.x, x.y, x.z, x.w};
-  // Transposes 4 x 4 words over these lanes: exchanges with lane c ^ 1, then with lane c ^ 2.
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int distance = 1 << i;
-    const bool is_upper = threadIdx.x >> 1 & distance;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      if (j & distance) continue;
-      const u32 got = __shfl_xor_sync(~0u, is_upper ? w[j] : w[j | distance], 2 * distance);
-      if (is_upper) w[j] = got;
-      else w[j | distance] = got;
-    }
-  }
+  transpose_words<2>(w);
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
