@@ -175,6 +175,7 @@ def store_calls(tokens: int, device: torch.device) -> Calls:
     with_feedback = make_transform(8192, device, accurate=True)
     capacity = tokens if is_step else 2
     rings = RecentTokens([LAYOUT], RECENT, torch.bfloat16, device, capacity)
+    # A prompt without earlier tokens, whose last tokens go to the rings in the same launch.
     rows = torch.arange(tokens, device=device)[-tokens if is_step else -rings.ring :]
     owners = rows if is_step else torch.zeros_like(rows)
     places = positions[rows] % rings.ring
@@ -200,17 +201,11 @@ def store_calls(tokens: int, device: torch.device) -> Calls:
             recent=recent,
         )
 
-    def with_rings(by: KVTransform) -> None:
-        # As in `models.batch`, a prompt's tokens go to the rings after its attention.
-        changed(ring_slots if is_step else None, by)
-        if not is_step:
-            ring_slots.write(key, value)
-
     return {
         "plain": [plain],
         "without the last tokens": [changed],
-        "balanced": [partial(with_rings, transform)],
-        "accurate": [partial(with_rings, with_feedback)],
+        "balanced": [partial(changed, ring_slots, transform)],
+        "accurate": [partial(changed, ring_slots, with_feedback)],
     }
 
 

@@ -37,7 +37,8 @@ NAMES = {
         resolve_kv_scales""",
     "moe": """
         GPT_OSS MOE_BACKENDS SWIGLU ExpertMatrices ExpertsLayer GatedActivation MoeConfig MoeKernel
-        MxFp4Experts NvFp4Experts PackedExperts init_moe_kernel moe_experts select_moe_kernel""",
+        MxFp4Experts NvFp4Experts PackedExperts Routing init_moe_kernel moe_experts route
+        route_reference select_moe_kernel""",
     "numerics": "block_fp4 e2m1 e4m3 e5m2 e8m0 fp8 nvfp4 weighted_rounding",
     "quantization": "QuantizationReport quantize_checkpoint",
 }
@@ -170,6 +171,8 @@ PARAMETERS = {
     "moe.init_moe_kernel": "config backend=",
     "moe.moe_experts": """
         hidden experts topk_ids topk_weights * batch_invariant= backend=""",
+    "moe.route": "x gate top_k * bias= renormalize= padding=",
+    "moe.route_reference": "x gate top_k * bias= renormalize= padding=",
     "moe.select_moe_kernel": "config backend=",
     "numerics.nvfp4.dequantize": "data scales global_scale dtype=",
     "numerics.nvfp4.global_scale_from_amax": "amax recipe=",

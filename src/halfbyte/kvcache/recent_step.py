@@ -104,9 +104,8 @@ class RecentStep:
         owners, slots: int64 `[n]` each, the entry and the slot that each of them is written to.
         missing: positions that rings lack, for the sequences that have any.
         num_tokens: the number of the step's tokens.
-        write_first: whether the step's tokens may be written to the rings before attention: no
-            sequence has more than `ring - R + 1` new tokens, so that none overwrites a slot that
-            the step's queries read.
+        write_first: whether the step's tokens may be written to the rings before attention, see
+            `may_write_first`.
     """
 
     entries: torch.Tensor
@@ -166,7 +165,7 @@ class RecentStep:
             slots=of_slots,
             num_tokens=sum(counts),
             missing=lacking,
-            write_first=max(counts, default=0) <= ring - tokens + 1,
+            write_first=may_write_first(length - count, count, tokens, ring),
         )
 
     def slots_in(self, rings: tuple[torch.Tensor, torch.Tensor]) -> RingSlots:
@@ -222,6 +221,22 @@ def _missing_range(missing: MissingTokens, window: int | None) -> range:
     if window is not None:
         first = max(first, missing.query - window + 1)
     return range(first, max(first, positions.stop))
+
+
+def may_write_first(starts: np.ndarray, counts: np.ndarray, tokens: int, ring: int) -> bool:
+    """Whether no new token overwrites a ring's slot that the step's own queries read.
+
+    Prompts without earlier tokens read nothing from their rings, nor does any query if R is 1.
+
+    Args:
+        starts: int64 `[sequences]`, tokens before the step's. True ones may be fewer, if drafts
+            were rejected that the host still counts; the answer holds for these, too.
+        counts: int64 `[sequences]`, the step's tokens of each.
+        tokens: R.
+        ring: slots of an entry.
+    """
+    first_read = np.maximum(starts - tokens + 1, 0)
+    return bool(((starts == first_read) | (starts + counts - first_read <= ring)).all())
 
 
 def last_rows(counts: np.ndarray, ring: int) -> np.ndarray:

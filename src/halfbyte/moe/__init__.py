@@ -12,6 +12,7 @@ from halfbyte.moe.experts_layer import ExpertsLayer
 from halfbyte.moe.interface import moe_experts
 from halfbyte.moe.mxfp4_layer import MxFp4Experts
 from halfbyte.moe.registry import MOE_BACKENDS, init_moe_kernel, select_moe_kernel
+from halfbyte.moe.router import Routing, route, route_reference
 from halfbyte.moe.separate_nvfp4 import NvFp4Experts
 
 __all__ = [
@@ -26,7 +27,10 @@ __all__ = [
     "MxFp4Experts",
     "NvFp4Experts",
     "PackedExperts",
+    "Routing",
     "init_moe_kernel",
     "moe_experts",
+    "route",
+    "route_reference",
     "select_moe_kernel",
 ]

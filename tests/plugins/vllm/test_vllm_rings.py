@@ -74,7 +74,7 @@ def test_tokens_go_to_the_rings_of_their_requests() -> None:
     entries.begin(scheduled(new={"a": 0, "b": 0}, counts={"a": 3, "b": 10}))
     step = recent_step(entries, "ba", [0, 10, 13], [10, 3])  # the runner's order
     assert step.entries.tolist() == [2, 1]
-    assert (step.num_tokens, step.write_first, step.missing) == (13, False, [])
+    assert (step.num_tokens, step.write_first, step.missing) == (13, True, [])
     assert step.rows.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert step.owners.tolist() == [2] * 8 + [1] * 3
     assert step.slots.tolist() == [2, 3, 4, 5, 6, 7, 0, 1, 0, 1, 2]
@@ -82,6 +82,8 @@ def test_tokens_go_to_the_rings_of_their_requests() -> None:
     step = recent_step(entries, "ab", [0, 1, 2], [4, 11])
     assert (step.write_first, step.missing) == (True, [])
     assert step.slots.tolist() == [3, 2]
+    entries.begin(scheduled(cached={"a": 4, "b": 11}, counts={"a": 1, "b": 9}))
+    assert not recent_step(entries, "ab", [0, 1, 10], [5, 20]).write_first
 
 
 def test_padding_of_a_graph_goes_to_nobody_s_ring() -> None:

@@ -43,6 +43,6 @@ def attend_with_rings(
     own = new.key[: step.num_tokens], new.value[: step.num_tokens]
     result = attend(new=unstored, recent=RecentInputs(tokens, *rings, step.entries, *own))
     if not step.write_first:
-        # Prompt tokens overwrite ring entries that the prompt's own queries read.
+        # They overwrite slots that the step's own queries read.
         slots.write(new.key, new.value)
     return result

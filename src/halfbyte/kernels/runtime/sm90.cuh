@@ -73,6 +73,15 @@ __device__ __forceinline__ void barrier_expect_mapped(u32 barrier, u32 bytes) {
                : "memory");
 }
 
+// Stores to another CTA of the cluster, counted by its barrier; both addresses from `map_to_rank`.
+__device__ __forceinline__ void send_floats(const float* x, u32 address, u32 barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          address),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
+      : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   u32 done;
   do {

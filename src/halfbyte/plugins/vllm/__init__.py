@@ -20,6 +20,7 @@ even if halfbyte is not used. So it changes nothing unless requested:
 | `ring_runners` | follows the steps of vLLM's model runners |
 | `linear`, `linear_kernel` | NVFP4 layers on halfbyte's kernels: selection and kernel |
 | `moe`, `moe_method` | 4-bit experts on halfbyte's kernels: selection and vLLM's interface |
+| `moe_router` | gate and top-k of MoE layers as one kernel |
 | `moe_weights`, `moe_limits` | reads vLLM's MoE layers; those that are not supported |
 | `unloaded` | refuses weights of NVFP4 layers and experts that were not loaded |
 | `recipes` | options of a run, with its default recipe |

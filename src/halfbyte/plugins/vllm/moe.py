@@ -8,7 +8,7 @@ vLLM derives from them are not affected.
 
 import logging
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, wraps
 from inspect import signature
 from types import ModuleType
 from typing import Any
@@ -31,12 +31,14 @@ _CLASSES = {
     ),
 }
 """vLLM's method classes by module."""
+_RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 
 
 def install() -> None:
     """Wrap vLLM's classes when their modules are imported."""
     for module in _CLASSES:
         after_import(module, _wrap_module)
+    after_import(_RUNNER, _wrap_runner)
 
 
 def _wrap_module(module: ModuleType) -> None:
@@ -48,6 +50,23 @@ def _wrap_module(module: ModuleType) -> None:
         return object.__new__(chosen or cls)
 
     method.__new__ = make  # type: ignore[method-assign, assignment]
+
+
+def _wrap_runner(module: ModuleType) -> None:
+    """Let runners of halfbyte's experts have the fused router."""
+    runner: type = vars(module)["MoERunner"]
+    initialize = runner.__init__  # type: ignore[misc]
+    if hasattr(initialize, "__wrapped__"):
+        return
+
+    @wraps(initialize)
+    def initialize_and_fuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        from halfbyte.plugins.vllm.moe_router import fuse_router
+
+        fuse_router(self)
+
+    runner.__init__ = initialize_and_fuse  # type: ignore[misc]
 
 
 def _halfbyte_class(method: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type | None:

@@ -28,11 +28,13 @@ class ScheduledRings(NamedTuple):
 
     Args:
         entries: int32 `[requests]`.
+        starts: int64 `[requests]`, tokens before the step's, as far as the host knows.
         counts: int64 `[requests]`, the step's tokens of each.
         missing: of the requests whose ring lacks tokens.
     """
 
     entries: np.ndarray
+    starts: np.ndarray
     counts: np.ndarray
     missing: Sequence[MissingTokens]
 
@@ -88,13 +90,17 @@ class RingEntries:
         """
         held = [self._held[request] for request in requests]
         counts = [self._counts[request] for request in requests]
+        starts = [x.length - count for x, count in zip(held, counts, strict=True)]
         lacking = [
-            MissingTokens(i, x.entry, self._missing[request], x.length - count)
-            for i, (request, x, count) in enumerate(zip(requests, held, counts, strict=True))
+            MissingTokens(i, x.entry, self._missing[request], start)
+            for i, (request, x, start) in enumerate(zip(requests, held, starts, strict=True))
             if self._missing[request]
         ]
         return ScheduledRings(
-            np.array([x.entry for x in held], np.int32), np.array(counts, np.int64), lacking
+            np.array([x.entry for x in held], np.int32),
+            np.array(starts, np.int64),
+            np.array(counts, np.int64),
+            lacking,
         )
 
     def _continue(self, request: str, computed: int, is_new: bool) -> None:

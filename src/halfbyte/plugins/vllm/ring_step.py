@@ -14,6 +14,7 @@ from halfbyte.kvcache.recent_step import (
     RecentStep,
     copy_to_device,
     last_rows,
+    may_write_first,
     to_device,
 )
 from halfbyte.plugins.vllm.ring_entries import ScheduledRings
@@ -26,15 +27,16 @@ class RingStep:
     Args:
         ring: slots of a ring.
         entries: int32 `[sequences]`, part of a buffer that stays; `PADDING_ENTRY` for padding.
-        rows: int64 `[n]`, the step's tokens that stay in the rings after it; None for all, which
-            are then written before the step's attention.
+        rows: int64 `[n]`, the step's tokens that stay in the rings after it; None for all.
         missing: of the sequences whose rings lack tokens.
+        write_first: as of `RecentStep`.
     """
 
     ring: int
     entries: torch.Tensor
     rows: torch.Tensor | None = None
     missing: Sequence[MissingTokens] = ()
+    write_first: bool = True
 
     def recent_step(self, queries: QueryPositions) -> RecentStep:
         """With the slot of each token, computed on the device.
@@ -51,7 +53,7 @@ class RingStep:
             *slots,
             num_tokens=len(queries.positions),
             missing=self.missing,
-            write_first=self.rows is None,
+            write_first=self.write_first,
         )
 
 
@@ -94,7 +96,7 @@ class RingBuffers:
         padded[:count] = rings.entries
         copy_to_device(padded, entries)
         rows = None
-        # More would overwrite slots that the step's own queries read.
-        if rings.counts.max(initial=0) > self.ring - self.tokens + 1:
+        if rings.counts.max(initial=0) > self.ring:
             rows = to_device(last_rows(rings.counts, self.ring), entries.device)
-        return RingStep(self.ring, entries, rows, rings.missing)
+        write_first = may_write_first(rings.starts, rings.counts, self.tokens, self.ring)
+        return RingStep(self.ring, entries, rows, rings.missing, write_first)

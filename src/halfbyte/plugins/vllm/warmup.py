@@ -143,10 +143,13 @@ def batches(
     scheduler = vllm_config.scheduler_config
     longest = min(vllm_config.model_config.max_model_len, num_pages * block_size)
     most = scheduler.max_num_batched_tokens
-    # The largest step: stores of many tokens have a kernel of their own.
+    # The largest steps: stores of many tokens have a kernel of their own, which writes the rings if
+    # no prompt has earlier tokens.
     full = (Tokens(longest, 0),) * (most // longest) or (Tokens(most, 0),)
+    half = longest // 2
+    later = (Tokens(half, half),) * (most // half) or (Tokens(most, half),)
     seen = []
-    for whole in (*_BATCHES, *_few_new_tokens(group), full):
+    for whole in (*_BATCHES, *_few_new_tokens(group), full, later):
         batch: list[Tokens] = []
         for x in whole[: scheduler.max_num_seqs]:
             new = min(x.new, longest) if batch else min(x.new, longest, most)
@@ -230,4 +233,5 @@ def _rings(batch: Sequence[Tokens], recent_tokens: int) -> ScheduledRings:
         if x.cached
     ]
     entries = np.arange(1, len(batch) + 1, dtype=np.int32)
-    return ScheduledRings(entries, np.array([x.new for x in batch], np.int64), lacking)
+    starts, counts = np.array([(x.cached, x.new) for x in batch], np.int64).T
+    return ScheduledRings(entries, starts, counts, lacking)

@@ -34,12 +34,17 @@ def ranks_of(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> Iterator[None]:
         yield
 
 
-def make_layer(
+def make_layer(*args: Any, **options: Any) -> Any:
+    """The routed experts of `make_runner`."""
+    return make_runner(*args, **options).routed_experts
+
+
+def make_runner(
     additional_config: Any = ON,
     backend: AttentionBackendEnum | None = AttentionBackendEnum.CUSTOM,
     **options: Any,
 ) -> Any:
-    """vLLM's routed experts, with parameters that are not loaded yet.
+    """vLLM's runner of a MoE layer, with parameters that are not loaded yet.
 
     Args:
         additional_config: vLLM's.
@@ -69,7 +74,7 @@ def make_layer(
     }
     parallel = {"tp_size": 1, "dp_size": 1, "pcp_size": 1}
     with in_config(config), device:
-        return make_moe(**{**defaults, **parallel, **options}).routed_experts
+        return make_moe(**{**defaults, **parallel, **options})
 
 
 def load(

@@ -55,7 +55,9 @@ def test_long_prompts_compile_no_attention_kernel(
         monkeypatch.setattr(module, name, counted)
         lengths = ((2048,), (2500,), (4096, 3000), (9000,), (15000, 700))
         assert compiled_for(llm, lengths, 16000) == []
-    assert len(calls) > 20
+    # SM90's kernel takes all prompts of a step at once, in two layers and the eight steps that have
+    # tiles enough; PyTorch's dense attention takes one prompt or block of keys.
+    assert len(calls) >= (16 if on_sm90 else 21)
 
 
 def compiled_for(llm: Any, lengths: Sequence[Sequence[int]], max_tokens: int) -> list[str]:

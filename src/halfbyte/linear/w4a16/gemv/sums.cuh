@@ -38,15 +38,6 @@ __device__ __forceinline__ void store_floats(const float* x, u32 address) {
                : "memory");
 }
 
-// Stores to another CTA, counted by its barrier; both addresses from `map_to_rank`.
-__device__ __forceinline__ void send_floats(const float* x, u32 address, u32 barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-          address),
-      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
-      : "memory");
-}
-
 // The slots in this CTA's shared memory: `count` for the sums of its own warps and, in a pair, as many for those of the
 // other CTA's warps, rank 0 first.
 struct Slots {

@@ -1,0 +1,132 @@
+"""Gate and top-k of vLLM's MoE layers as one call."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm import distributed
+from vllm.config import VllmConfig
+from vllm.config import set_current_vllm_config as in_config
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+from vllm.model_executor.layers.linear import ReplicatedLinear
+
+import halfbyte.plugins.vllm
+from halfbyte.moe import moe_experts, route_reference
+from halfbyte.plugins.vllm import moe_method, moe_router
+from halfbyte.plugins.vllm.moe_router import GateAndTopK, LaterGate, fuse_router
+from moe.cases import random_experts, random_hidden
+from plugins.vllm.engine.moe_layers import E, H, I, load, make_runner
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Initialize the parallel groups of a single process."""
+    halfbyte.plugins.vllm.register()
+    file = tmp_path_factory.mktemp("groups") / "init"
+    with in_config(VllmConfig()):
+        distributed.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
+        distributed.initialize_model_parallel(1, 1)
+    yield
+    distributed.cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.24 routes elsewhere on CPUs."""
+    monkeypatch.setattr(moe_method, "_routes", lambda: False)
+
+
+def make(
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = False,
+    scoring: str = "softmax",
+    has_gate: bool = True,
+    **options: Any,
+) -> Any:
+    """A runner with a gate and the router that vLLM has on GPUs."""
+    with in_config(VllmConfig()):
+        gate = ReplicatedLinear(
+            H, E, bias=bias, params_dtype=dtype, prefix="model.layers.0.mlp.gate"
+        )
+    torch.nn.init.normal_(gate.weight)
+    runner = make_runner(gate=gate if has_gate else None, params_dtype=dtype, **options)
+    runner.gate = gate if has_gate else None
+    runner.router = FusedTopKRouter(2, E, scoring, True)
+    fuse_router(runner)
+    return runner
+
+
+def call(runner: Any, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+    """The runner's own forward pass."""
+    with set_forward_context(None, VllmConfig(), num_tokens=len(x)):
+        if padding is not None:
+            get_forward_context().is_padding = padding
+        result: torch.Tensor = runner._forward_impl(x, x, None)
+        return result
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_result(monkeypatch: pytest.MonkeyPatch, has_padding: bool) -> None:
+    monkeypatch.setattr(moe_router, "fits_kernel", lambda *_: True)
+    runner, experts = make(), random_experts(E, H, I, dtype=torch.bfloat16)
+    load(runner.routed_experts, experts)
+    assert isinstance(runner.router, GateAndTopK)
+    x = random_hidden(9, H, torch.bfloat16)
+    padding = torch.arange(12) >= 6 if has_padding else None
+    own = None if padding is None else padding[:9]
+    weights, ids = route_reference(x, runner.router.gate.weight, 2, padding=own)
+    expected = moe_experts(x, experts, ids, weights, backend="cpu")
+    assert torch.equal(call(runner, x, padding), expected)
+
+
+def test_runners_are_changed_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(moe_router, "fuse_router", made.append)
+    runner = make()
+    assert made == [runner]
+
+
+def test_gate_s_weights_stay_the_model_s() -> None:
+    runner = make()
+    assert isinstance(runner.gate, LaterGate)
+    assert not [name for name, _ in runner.named_parameters() if "gate.weight" in name]
+
+
+def test_long_prompts_keep_vllm_s_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make()
+    x = random_hidden(9, H, torch.bfloat16)
+    seen = []
+
+    def compute(self: Any, hidden: torch.Tensor, logits: torch.Tensor, *_: Any, **__: Any) -> Any:
+        seen.append((hidden, logits))
+        return torch.zeros(9, 2), torch.zeros(9, 2, dtype=torch.int32)
+
+    monkeypatch.setattr(FusedTopKRouter, "_compute_routing", compute)
+    monkeypatch.setattr(runner.router.gate, "forward", lambda x: (x[:, :E] * 2, None))
+    runner.router.select_experts(x, x)
+    ((hidden, logits),) = seen
+    assert hidden is x
+    assert torch.equal(logits, x[:, :E] * 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float32},
+        {"bias": True},
+        {"scoring": "sigmoid"},
+        {"has_gate": False},
+        {"additional_config": {"halfbyte": {"moe": "off"}}},
+    ],
+    ids=str,
+)
+def test_what_keeps_vllm_s_router(options: dict[str, Any]) -> None:
+    try:
+        runner = make(**options)
+    except (NotImplementedError, ValueError):  # vLLM has no NVFP4 experts on CPUs
+        assert "additional_config" in options
+        return
+    assert not isinstance(runner.router, GateAndTopK)
+    assert not isinstance(runner.gate, LaterGate)
