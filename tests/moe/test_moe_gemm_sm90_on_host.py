@@ -115,6 +115,17 @@ def test_rings_that_go_round(kind: str, slots: int) -> None:
             assert_close_enough(run(*arguments, 32), *arguments)
 
 
+@pytest.mark.parametrize(("kind", "slots"), [("swiglu", 1), slow("mxfp4-limited", 2)])
+def test_slots_of_narrow_tiles_that_go_round(kind: str, slots: int) -> None:
+    arguments = case(kind, 40, 2)
+
+    def small_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan:
+        return MoeGemmPlan(tokens, slots, 2 * slots)
+
+    with patch.object(launcher, "make_plan", small_plan):
+        assert_close_enough(run(*arguments, 16), *arguments)
+
+
 def test_no_tokens() -> None:
     assert run(*case("swiglu", 0, 2)).shape == (0, HIDDEN)
 

@@ -20,11 +20,11 @@
 // Macros:
 //   X_BF16, MX            see moe/cuda/values.cuh
 //   GATED, INTERLEAVED    1 for the first product; whether biases of gate and up alternate
-//   TOKENS                16, or a multiple of 32 up to 256
+//   TOKENS                a multiple of 32 up to 256; narrow.cu has tiles of 16
 //   WIDTH_STEP            a `wgmma` takes a multiple of this many tokens, up to TOKENS
 //   WEIGHT_SLOTS          steps of 128 k in the ring of W
 //   STAGES                of 64 k in the ring of x, an even number, at least 4
-//   CTAS                  per SM: 1, 2 or 3
+//   CTAS                  per SM: 1 or 2
 
 #include "kernels/runtime/wgmma.cuh"
 #include "moe/cuda/gemm_sm90/loader.cuh"
@@ -130,6 +130,7 @@ struct Worker {
       const Vectors vectors(p, tile.expert, first_tile(work.row_pair, rank) + place.tile(), place.lane);
       float sums[VALUES];
       multiply_tile(tile.count, sums);
+      wait_for_strips(place.group);
       store(p, tile, work.row_pair, rank, vectors, place, out_map, shared, sums);
     }
     wait_for_stores();

@@ -1,4 +1,4 @@
-// The epilogue of gemm.cu: from sums to strips of the output.
+// The epilogue of gemm.cu and narrow.cu: from sums to strips of the output.
 
 #pragma once
 #include "moe/cuda/gemm_sm90/memory.cuh"
@@ -38,13 +38,17 @@ struct Vectors {
   }
 };
 
+// Waits until the last tile's strips have left shared memory.
+__device__ __forceinline__ void wait_for_strips(int group) {
+  wait_for_stores();
+  group_sync(group);
+}
+
 // Writes strips of the output. Of every 8 tokens a thread has 2c, 2c + 1.
 __device__ __forceinline__ void store(const Params& p, const Tile& tile, int row_pair, int rank, const Vectors& v,
                                       const Place& place, const TensorMap* map, u32 shared, const float* sums) {
   const int lane = place.lane, strips = (tile.count + 15) / 16;
   const u32 out = shared + OFF_OUT + place.group * OUT_BYTES;
-  wait_for_stores();
-  group_sync(place.group);
 #if GATED
   // A token has 32 channels, 64 bytes, swizzled. `stmatrix` stores the warp's 8 channels of 32 tokens, as four matrices
   // of 8 tokens; each lane gives the address for one token.

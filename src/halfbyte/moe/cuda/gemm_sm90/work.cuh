@@ -1,4 +1,4 @@
-// What gemm.cu computes: tiles of sorted pairs, which the sort kernel has listed, times pairs of tiles of rows.
+// What gemm.cu and narrow.cu compute: tiles of sorted pairs, which the sort kernel has listed, times pairs of tiles of rows.
 
 #pragma once
 #include "kernels/runtime/sm90.cuh"
@@ -7,6 +7,7 @@
 
 #define ROWS 128  // of W, in a CTA's tile
 #define CTA_TILES (ROWS / 16)
+#define CLUSTER (TOKENS > 16 ? 2 : 1)  // CTAs that share a pair of tiles
 
 struct Params {
   const u8* weight;           // [E, matrix_tiles, tile_bytes]
@@ -30,14 +31,14 @@ struct Tile {
       : first(packed.x), expert(packed.y >> 16), count(packed.y & 0xFFFF) {}
 };
 
-// Iterates over the work of a cluster. Neighbours have the same pairs, or the same expert.
+// Iterates over the work of a cluster, or of a CTA that has none. Neighbours have the same pairs, or the same expert.
 struct Work {
   int item, items;
   int2 tile, ahead;  // the next tile, loaded one tile ahead to hide its latency
   int row_pair;
 
   // After the kernel that has written the tiles.
-  __device__ __forceinline__ Work(const Params& p) : item(blockIdx.x / 2) {
+  __device__ __forceinline__ Work(const Params& p) : item(blockIdx.x / CLUSTER) {
     items = __ldcg(p.num_tiles) * p.row_pairs;
     load(p);
   }
@@ -50,11 +51,11 @@ struct Work {
     if (item >= items) return false;
     tile = ahead;
     row_pair = item % p.row_pairs;
-    item += gridDim.x / 2;
+    item += gridDim.x / CLUSTER;
     load(p);
     return true;
   }
 };
 
-// First tile of 16 rows of a CTA.
+// First tile of 16 rows of a CTA, or of a half of its rows.
 __device__ __forceinline__ int first_tile(int row_pair, int rank) { return (2 * row_pair + rank) * CTA_TILES; }
