@@ -30,7 +30,8 @@ GPU = Gpu(90, 232448, 4, 2)
 @contextmanager
 def on_host() -> Iterator[None]:
     """Let the launcher's kernels run on the CPU; memory that it allocates begins as NaN."""
-    caches = (launcher._kernel_of, launcher._gemm_kernel, launcher._map)
+    kernels = launcher._kernel_of, launcher._gemm_kernel
+    caches = (*kernels, launcher._map, launcher._narrow_map)
     for cached in caches:
         cached.cache_clear()
     with (

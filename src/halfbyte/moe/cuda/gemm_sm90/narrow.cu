@@ -5,8 +5,8 @@
 //
 //   Tile       256 rows of W x up to 16 tokens of one expert, 128 k at a time, without a cluster. A warp has two tiles
 //              of 16 rows, 128 rows apart, that share what it loads of x. Of at most 8 tokens it computes 8 columns.
-//   Loads      by one thread each for the halves of W, in parts of 16 rows x 128 k, and for x. All of a step goes to one
-//              slot of the only ring.
+//   Loads      by one thread each for the halves of W, in parts of 16 rows x 128 k, and for x. All of a step goes to
+//              one slot of the only ring.
 //
 // Macros: as in gemm.cu, with TOKENS 16; STAGES is 2 WEIGHT_SLOTS
 
@@ -20,10 +20,11 @@ struct Loader {
   const Params& p;
   u32 shared;
   SlotBarriers barriers;
+  int zero;  // see CtaWork
 
   // A half of the rows, CTA_TILES tiles.
   __device__ __forceinline__ void load_weights(int half) const {
-    Work work(p);
+    CtaWork work(p, zero);
     SlotState at;
     while (work.next(p)) {
       const int first = first_tile(work.row_pair, half), tiles = min(max(p.matrix_tiles - first, 0), CTA_TILES);
@@ -49,7 +50,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_x(const TensorMap* map) const {
-    Work work(p);
+    CtaWork work(p, zero);
     SlotState at;
     while (work.next(p)) {
       const Tile tile(work.tile);
@@ -79,17 +80,18 @@ struct Worker {
   u32 shared;
   SlotBarriers barriers;
   Place place;
+  int zero;  // see CtaWork
   u32 weights, lane_scale, x, exponent;
   SlotState slot;
 
-  __device__ __forceinline__ Worker(const Params& p, u32 shared, const SlotBarriers& barriers)
-      : p(p), shared(shared), barriers(barriers) {
+  __device__ __forceinline__ Worker(const Params& p, u32 shared, const SlotBarriers& barriers, int zero)
+      : p(p), shared(shared), barriers(barriers), zero(zero) {
     const u32 tile = shared + place.tile() * PART_BYTES;
     weights = tile + SCALE_BYTES + place.lane * 16;
     lane_scale = tile + scale_offset(place.lane);
     // Lanes give the addresses of rows of four matrices, 8 tokens x 8 k each, next to each other along k.
     x = shared + 2 * WEIGHT_BYTES + place.lane % 8 * 128 + (place.lane / 8 ^ place.lane % 8) * 16;
-    exponent = SCALE_EXPONENT | place.tile() >> 3;  // hides it from the compiler, see unpack_scales
+    exponent = SCALE_EXPONENT | zero;  // hides it from the compiler, see unpack_scales
   }
 
   // After all lanes have read the slot.
@@ -165,9 +167,10 @@ struct Worker {
   }
 
   __device__ __forceinline__ void multiply_tiles(const TensorMap* out_map) {
-    Work work(p);
+    CtaWork work(p, zero);
     while (work.next(p)) {
-      const Tile tile(work.tile);
+      // Known to be the same for a warp, now that it is needed.
+      const Tile tile(make_int2(__shfl_sync(~0u, work.tile.x, 0), __shfl_sync(~0u, work.tile.y, 0)));
       Vectors vectors[TILES] = {{p, tile.expert, first_tile(work.row_pair, 0) + place.tile(), place.lane},
                                 {p, tile.expert, first_tile(work.row_pair, 1) + place.tile(), place.lane}};
       float sums[TILES][8] = {};
@@ -175,6 +178,8 @@ struct Worker {
         multiply_tile<2>(sums);
       else
         multiply_tile<1>(sums);
+#pragma unroll
+      for (int half = 0; half < TILES; half++) vectors[half].complete();
       wait_for_strips(place.group);
 #pragma unroll
       for (int half = 0; half < TILES; half++) {
@@ -205,9 +210,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
   __syncthreads();
   // The sort kernel lists the tiles. gate_up must wait for it here; it has ended before down starts.
   if (GATED) wait_for_previous();
+  // Always 0, for there are steps; the compiler does not know.
+  const int zero = (int)(threadIdx.x % 32) >= 32 + p.steps;
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-    const Loader loader{p, base, barriers};
+    const Loader loader{p, base, barriers, zero};
     if (warp < 2) {
       if (elect_one()) loader.load_weights(warp);
     } else if (warp == 2) {
@@ -217,6 +224,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
     if (!GATED) wait_for_previous();
-    Worker(p, base, barriers).multiply_tiles(&out_map);
+    Worker(p, base, barriers, zero).multiply_tiles(&out_map);
   }
 }
