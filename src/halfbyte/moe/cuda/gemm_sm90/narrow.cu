@@ -20,11 +20,11 @@ struct Loader {
   const Params& p;
   u32 shared;
   SlotBarriers barriers;
-  int zero;  // see CtaWork
+  int zero;  // see Work
 
   // A half of the rows, CTA_TILES tiles.
   __device__ __forceinline__ void load_weights(int half) const {
-    CtaWork work(p, zero);
+    Work work(p, zero);
     SlotState at;
     while (work.next(p)) {
       const int first = first_tile(work.row_pair, half), tiles = min(max(p.matrix_tiles - first, 0), CTA_TILES);
@@ -50,7 +50,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_x(const TensorMap* map) const {
-    CtaWork work(p, zero);
+    Work work(p, zero);
     SlotState at;
     while (work.next(p)) {
       const Tile tile(work.tile);
@@ -80,7 +80,7 @@ struct Worker {
   u32 shared;
   SlotBarriers barriers;
   Place place;
-  int zero;  // see CtaWork
+  int zero;  // see Work
   u32 weights, lane_scale, x, exponent;
   SlotState slot;
 
@@ -167,7 +167,7 @@ struct Worker {
   }
 
   __device__ __forceinline__ void multiply_tiles(const TensorMap* out_map) {
-    CtaWork work(p, zero);
+    Work work(p, zero);
     while (work.next(p)) {
       // Known to be the same for a warp, now that it is needed.
       const Tile tile(make_int2(__shfl_sync(~0u, work.tile.x, 0), __shfl_sync(~0u, work.tile.y, 0)));
@@ -210,8 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
   __syncthreads();
   // The sort kernel lists the tiles. gate_up must wait for it here; it has ended before down starts.
   if (GATED) wait_for_previous();
-  // Always 0, for there are steps; the compiler does not know.
-  const int zero = (int)(threadIdx.x % 32) >= 32 + p.steps;
+  const int zero = hidden_zero(p);
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     const Loader loader{p, base, barriers, zero};

@@ -17,8 +17,6 @@ struct Place {
   __device__ __forceinline__ int tile() const { return 4 * group + warp; }
 };
 
-#define FIRST_FACTOR (TOKENS > 16 ? OPERAND_SCALE : 1.0f)  // of scales, when they are loaded
-
 // What the results of two rows of W, g and g + 8 of a tile, need besides sums, loaded before the sums are there.
 struct Vectors {
   float scale[2], bias[2];
@@ -34,12 +32,12 @@ struct Vectors {
 #else
       const int row = tile * 16 + lane / 4 + 8 * i;
 #endif
-      scale[i] = FIRST_FACTOR * (p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f);
+      scale[i] = p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f;
       bias[i] = p.bias && row < p.n ? number_at(p.bias, (u64)expert * p.n + row, p.bias_dtype) : 0.0f;
     }
   }
 
-  // narrow.cu multiplies here, behind its matmuls, since the compiler waits for loads where it multiplies.
+  // Behind the matmuls, since the compiler waits for loads where it multiplies.
   __device__ __forceinline__ void complete() {
     hold<2>(scale);
     scale[0] *= OPERAND_SCALE, scale[1] *= OPERAND_SCALE;
