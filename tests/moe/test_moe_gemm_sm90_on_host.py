@@ -30,7 +30,8 @@ GPU = Gpu(90, 232448, 4, 2)
 @contextmanager
 def on_host() -> Iterator[None]:
     """Let the launcher's kernels run on the CPU; memory that it allocates begins as NaN."""
-    caches = (launcher._kernel_of, launcher._gemm_kernel, launcher._map)
+    kernels = launcher._kernel_of, launcher._gemm_kernel
+    caches = (*kernels, launcher._map, launcher._narrow_map)
     for cached in caches:
         cached.cache_clear()
     with (
@@ -113,6 +114,17 @@ def test_rings_that_go_round(kind: str, slots: int) -> None:
     with patch.object(launcher, "make_plan", small_plan):
         for _ in range(2):
             assert_close_enough(run(*arguments, 32), *arguments)
+
+
+@pytest.mark.parametrize(("kind", "slots"), [("swiglu", 1), slow("mxfp4-limited", 2)])
+def test_slots_of_narrow_tiles_that_go_round(kind: str, slots: int) -> None:
+    arguments = case(kind, 40, 2)
+
+    def small_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan:
+        return MoeGemmPlan(tokens, slots, 2 * slots)
+
+    with patch.object(launcher, "make_plan", small_plan):
+        assert_close_enough(run(*arguments, 16), *arguments)
 
 
 def test_no_tokens() -> None:

@@ -26,7 +26,7 @@ SM_BYTES = 228 * 1024
 H200 = Gpu(90, SM_BYTES - RESERVED_BYTES, 132, 66)
 CACHED: tuple[Any, ...] = (
     *(gemv._gemv_kernels, moe._product_kernel, moe._plan),
-    *(moe_gemm._kernel_of, moe_gemm._gemm_kernel, moe_gemm._map),
+    *(moe_gemm._kernel_of, moe_gemm._gemm_kernel, moe_gemm._map, moe_gemm._narrow_map),
 )
 
 

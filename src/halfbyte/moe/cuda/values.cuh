@@ -48,6 +48,11 @@ struct Scales {
     }
   }
 
+  // Makes `excess` 1 where it is not set.
+  __device__ __forceinline__ void complete_excess() {
+    if (!large) excess[0] = excess[1] = 0x3F803F80u;
+  }
+
   // bfloat16's exponent would overflow above 2^12.
   static constexpr u32 MAX_EXPONENT = 139;
   __device__ __forceinline__ static u32 field(u32 e) { return min(e, MAX_EXPONENT) + 115 << 7; }

@@ -20,11 +20,11 @@
 // Macros:
 //   X_BF16, MX            see moe/cuda/values.cuh
 //   GATED, INTERLEAVED    1 for the first product; whether biases of gate and up alternate
-//   TOKENS                16, or a multiple of 32 up to 256
+//   TOKENS                a multiple of 32 up to 256; narrow.cu has tiles of 16
 //   WIDTH_STEP            a `wgmma` takes a multiple of this many tokens, up to TOKENS
 //   WEIGHT_SLOTS          steps of 128 k in the ring of W
 //   STAGES                of 64 k in the ring of x, an even number, at least 4
-//   CTAS                  per SM: 1, 2 or 3
+//   CTAS                  per SM: 1 or 2
 
 #include "kernels/runtime/wgmma.cuh"
 #include "moe/cuda/gemm_sm90/loader.cuh"
@@ -37,12 +37,13 @@ struct Worker {
   Barriers barriers;
   Place place;
   u32 peer_empty, weights, lane_scale, first_x, exponent;
+  int zero;       // see Work
   WeightState w;  // the slot that is read
   XState x;       // the step that is multiplied
   u32 read;       // byte offset of the last multiplied stage's barrier
 
-  __device__ __forceinline__ Worker(const Params& p, u32 shared, const Barriers& barriers, int rank)
-      : p(p), shared(shared), barriers(barriers) {
+  __device__ __forceinline__ Worker(const Params& p, u32 shared, const Barriers& barriers, int rank, int zero)
+      : p(p), shared(shared), barriers(barriers), zero(zero) {
     peer_empty = map_to_rank(barriers.empty, rank ^ 1);
     const u32 tile = shared + OFF_WEIGHT + place.tile() * PART_BYTES;
     weights = tile + SCALE_BYTES + place.lane * 16;
@@ -124,12 +125,15 @@ struct Worker {
   }
 
   __device__ __forceinline__ void multiply_tiles(const TensorMap* out_map, int rank) {
-    Work work(p);
+    Work work(p, zero);
     while (work.next(p)) {
-      const Tile tile(work.tile);
-      const Vectors vectors(p, tile.expert, first_tile(work.row_pair, rank) + place.tile(), place.lane);
+      // Known to be the same for a warp, now that it is needed.
+      const Tile tile(make_int2(__shfl_sync(~0u, work.tile.x, 0), __shfl_sync(~0u, work.tile.y, 0)));
+      Vectors vectors(p, tile.expert, first_tile(work.row_pair, rank) + place.tile(), place.lane);
       float sums[VALUES];
       multiply_tile(tile.count, sums);
+      vectors.complete();
+      wait_for_strips(place.group);
       store(p, tile, work.row_pair, rank, vectors, place, out_map, shared, sums);
     }
     wait_for_stores();
@@ -159,9 +163,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   cluster_wait();
   // The sort kernel lists the tiles. gate_up must wait for it here; it has ended before down starts.
   if (GATED) wait_for_previous();
+  const int zero = hidden_zero(p);
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-    const Loader loader{p, base, barriers, (int)cluster_rank()};
+    const Loader loader{p, base, barriers, (int)cluster_rank(), zero};
     if (warp == 0) {
       if (elect_one()) loader.load_weights();
     } else if (warp == 1) {
@@ -172,6 +177,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
     if (!GATED) wait_for_previous();
     const int rank = cluster_rank();
-    Worker(p, base, barriers, rank).multiply_tiles(&out_map, rank);
+    Worker(p, base, barriers, rank, zero).multiply_tiles(&out_map, rank);
   }
 }

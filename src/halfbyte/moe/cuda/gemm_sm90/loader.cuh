@@ -9,9 +9,10 @@ struct Loader {
   u32 shared;
   Barriers barriers;
   int rank;
+  int zero;  // see Work
 
   __device__ __forceinline__ void load_weights() const {
-    Work work(p);
+    Work work(p, zero);
     WeightState at;
     while (work.next(p)) {
       const int first = first_tile(work.row_pair, rank), tiles = min(max(p.matrix_tiles - first, 0), CTA_TILES);
@@ -35,7 +36,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_x(const TensorMap* map) const {
-    Work work(p);
+    Work work(p, zero);
     XState at;
     while (work.next(p)) {
       const Tile tile(work.tile);

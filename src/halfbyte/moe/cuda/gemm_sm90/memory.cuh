@@ -1,4 +1,4 @@
-// Shared memory of gemm.cu, and its barriers.
+// Shared memory of gemm.cu and narrow.cu, and their barriers.
 //
 // The macros are those of gemm.cu.
 
@@ -14,16 +14,24 @@
 #define X_BYTES (TOKENS * 128)
 #define WEIGHT_BYTES (CTA_TILES * PART_BYTES)
 #define OUT_ROW_BYTES (GATED ? 64 : 128)      // of a token and a warpgroup
-#define OUT_BYTES ((GATED && TOKENS < 32 ? 32 : TOKENS) * OUT_ROW_BYTES)  // per warpgroup; gated, it is written 32 tokens at a time
+// Per warpgroup, and in narrow.cu half of the rows; gated, it is written 32 tokens at a time.
+#define OUT_BYTES ((GATED && TOKENS < 32 ? 32 : TOKENS) * OUT_ROW_BYTES)
+#if TOKENS > 16
 #define OFF_OUT (STAGES * X_BYTES)
 #define OFF_WEIGHT (OFF_OUT + GROUPS * OUT_BYTES)
 #define OFF_BARRIERS (OFF_WEIGHT + WEIGHT_SLOTS * WEIGHT_BYTES)
+#else
+#define SLOT_BYTES (2 * WEIGHT_BYTES + 2 * X_BYTES)  // a step of W and of x
+#define OFF_OUT (WEIGHT_SLOTS * SLOT_BYTES)
+#define OFF_BARRIERS (OFF_OUT + 2 * GROUPS * OUT_BYTES)
+#endif
 #define BARRIER_BYTES 256
 #define MATMULS 4                       // per stage
 // The producer gives registers to the workers. Their sum is that of the threads at the start, 168, 80 or 56 each.
 #define LOADER_REGISTERS (CTAS == 1 ? 40 : CTAS == 2 ? 32 : 24)
 #define WORKER_REGISTERS (CTAS == 1 ? 232 : CTAS == 2 ? 104 : 72)
 
+#if TOKENS > 16
 // The two stages of x of a step are waited for together, and released one by one.
 struct Barriers {
   u32 full, empty, weight_full, weight_empty;
@@ -39,3 +47,12 @@ struct Barriers {
 
 typedef RingState<STAGES / 2> XState;
 typedef RingState<WEIGHT_SLOTS> WeightState;
+#else
+struct SlotBarriers {
+  u32 full, empty;
+
+  __device__ __forceinline__ SlotBarriers(u32 shared) : full(shared + OFF_BARRIERS), empty(full + 8 * WEIGHT_SLOTS) {}
+};
+
+typedef RingState<WEIGHT_SLOTS> SlotState;
+#endif

@@ -1,4 +1,4 @@
-"""Tiles of `gemm.cu`: how many tokens, stages and slots; decided by shapes alone."""
+"""Tiles of `gemm.cu` and `narrow.cu`: tokens, stages and slots; decided by shapes alone."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -8,16 +8,18 @@ from halfbyte.moe.cuda.packed import TILE_ROWS
 from halfbyte.moe.cuda.plan import Work
 
 ROWS = 128
-"""Rows of W in a CTA's tile; a cluster has two."""
+"""Rows of W in a CTA's tile; a cluster has two, and so has a CTA of `narrow.cu`."""
 STEP_K = 128
 """k per step."""
+NARROW = 16
+"""Tokens of the tiles that `narrow.cu` computes, of 256 rows by a CTA without a cluster."""
 STRIP = 16
 """The sorted pairs of each expert begin at a multiple of this."""
 MAX_PAIRS = 2**20
 """Max pairs, because every CTA of the sort kernel counts all expert ids."""
 SORT_THREADS = 512
 _MAX_STAGES = 12
-_MIN_STAGES = {1: 4, 2: 6, 3: 6}
+_MIN_STAGES = {1: 4, 2: 6}
 """Min stages of the ring, by CTAs per SM."""
 _BARRIER_BYTES = 256
 _STEP_MICROSECONDS = {16: 0.56, 32: 0.61, 64: 0.74, 96: 0.97, 128: 1.14, 192: 1.61, 256: 2.1}
@@ -36,7 +38,7 @@ WIDTHS = {
 narrowest that suffices. Registers do not allow all of them."""
 _OF_MORE_CTAS = 0.79
 """Factor of a step's time with two or three CTAs per SM, relative to one; from the same fit."""
-MAX_CTAS = {16: 3, 32: 2, 64: 2, 128: 1, 192: 1, 256: 1}
+MAX_CTAS = {16: 2, 32: 2, 64: 2, 128: 1, 192: 1, 256: 1}
 """Max CTAs per SM, by tokens of a tile. Several hide each other's latency where steps are short."""
 TOKENS = tuple(WIDTHS)
 """Max tokens of a tile."""
@@ -50,13 +52,13 @@ _MAX_SLOTS = 6
 
 
 class MoeGemmPlan(NamedTuple):
-    """Macros of a launch, named as in `gemm.cu`."""
+    """Macros of a launch, named as in `gemm.cu`, for which or for `narrow.cu` it is."""
 
     tokens: int
     weight_slots: int
     """Steps of 128 k in the ring of W."""
     stages: int
-    """Stages of x in their ring, 64 k each; an even number."""
+    """Stages of x in their ring, 64 k each; an even number. In `narrow.cu` two per slot."""
     ctas: int = 1
     """CTAs per SM."""
 
@@ -75,9 +77,10 @@ class MoeGemmPlan(NamedTuple):
 
     def shared_bytes(self, work: Work) -> int:
         """Dynamic shared memory of a CTA: rings, output, barriers."""
-        weights = self.weight_slots * ROWS // TILE_ROWS * work.item_bytes(1)
+        rows = 2 * ROWS if self.tokens == NARROW else ROWS
+        weights = self.weight_slots * rows // TILE_ROWS * work.item_bytes(1)
         x = self.stages * self.tokens * 128
-        out = ROWS * max(32, self.tokens * (1 if work.gated else 2))
+        out = rows * max(32, self.tokens * (1 if work.gated else 2))
         return weights + x + out + _BARRIER_BYTES
 
 
@@ -104,14 +107,20 @@ def make_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan:
         room = (block_bytes + RESERVED_BYTES) // ctas - RESERVED_BYTES
         plans = [
             plan
-            for stages in range(_MIN_STAGES[ctas], _MAX_STAGES + 1, 2)
             for weight_slots in range(2, _MAX_SLOTS + 1)
+            for stages in _stages(tokens, ctas, weight_slots)
             if (plan := MoeGemmPlan(tokens, weight_slots, stages, ctas))
             and plan.shared_bytes(work) <= room
         ]
         if plans:
             return max(plans, key=_preference)
     raise ValueError(f"{block_bytes} bytes of shared memory have no room for {tokens} tokens")
+
+
+def _stages(tokens: int, ctas: int, weight_slots: int) -> range:
+    if tokens == NARROW:
+        return range(2 * weight_slots, 2 * weight_slots + 1)
+    return range(_MIN_STAGES[ctas], _MAX_STAGES + 1, 2)
 
 
 def _preference(plan: MoeGemmPlan) -> tuple[int, ...]:

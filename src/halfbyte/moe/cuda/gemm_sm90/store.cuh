@@ -1,4 +1,4 @@
-// The epilogue of gemm.cu: from sums to strips of the output.
+// The epilogue of gemm.cu and narrow.cu: from sums to strips of the output.
 
 #pragma once
 #include "moe/cuda/gemm_sm90/memory.cuh"
@@ -32,19 +32,29 @@ struct Vectors {
 #else
       const int row = tile * 16 + lane / 4 + 8 * i;
 #endif
-      scale[i] = OPERAND_SCALE * (p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f);
+      scale[i] = p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f;
       bias[i] = p.bias && row < p.n ? number_at(p.bias, (u64)expert * p.n + row, p.bias_dtype) : 0.0f;
     }
   }
+
+  // Behind the matmuls, since the compiler waits for loads where it multiplies.
+  __device__ __forceinline__ void complete() {
+    hold<2>(scale);
+    scale[0] *= OPERAND_SCALE, scale[1] *= OPERAND_SCALE;
+  }
 };
+
+// Waits until the last tile's strips have left shared memory.
+__device__ __forceinline__ void wait_for_strips(int group) {
+  wait_for_stores();
+  group_sync(group);
+}
 
 // Writes strips of the output. Of every 8 tokens a thread has 2c, 2c + 1.
 __device__ __forceinline__ void store(const Params& p, const Tile& tile, int row_pair, int rank, const Vectors& v,
                                       const Place& place, const TensorMap* map, u32 shared, const float* sums) {
   const int lane = place.lane, strips = (tile.count + 15) / 16;
   const u32 out = shared + OFF_OUT + place.group * OUT_BYTES;
-  wait_for_stores();
-  group_sync(place.group);
 #if GATED
   // A token has 32 channels, 64 bytes, swizzled. `stmatrix` stores the warp's 8 channels of 32 tokens, as four matrices
   // of 8 tokens; each lane gives the address for one token.

@@ -1,4 +1,5 @@
-// What gemm.cu computes: tiles of sorted pairs, which the sort kernel has listed, times pairs of tiles of rows.
+// What gemm.cu and narrow.cu compute: tiles of sorted pairs, which the sort kernel has listed, times pairs of tiles of
+// rows.
 
 #pragma once
 #include "kernels/runtime/sm90.cuh"
@@ -7,6 +8,7 @@
 
 #define ROWS 128  // of W, in a CTA's tile
 #define CTA_TILES (ROWS / 16)
+#define CLUSTER (TOKENS > 16 ? 2 : 1)  // CTAs that share a pair of tiles of rows
 
 struct Params {
   const u8* weight;           // [E, matrix_tiles, tile_bytes]
@@ -30,31 +32,45 @@ struct Tile {
       : first(packed.x), expert(packed.y >> 16), count(packed.y & 0xFFFF) {}
 };
 
-// Iterates over the work of a cluster. Neighbours have the same pairs, or the same expert.
+// Iterates over the work of a cluster, or of a CTA that has none, without a division for every tile. Neighbours have
+// the same pairs, or the same expert. `zero` is 0. As the compiler does not know that, it does not move `ahead` to
+// uniform registers, for which it would wait at once.
 struct Work {
-  int item, items;
   int2 tile, ahead;  // the next tile, loaded one tile ahead to hide its latency
   int row_pair;
 
   // After the kernel that has written the tiles.
-  __device__ __forceinline__ Work(const Params& p) : item(blockIdx.x / 2) {
-    items = __ldcg(p.num_tiles) * p.row_pairs;
+  __device__ __forceinline__ Work(const Params& p, int zero)
+      : next_tile(blockIdx.x / CLUSTER / p.row_pairs),
+        next_row_pair(blockIdx.x / CLUSTER % p.row_pairs),
+        tiles_ahead(gridDim.x / CLUSTER / p.row_pairs),
+        row_pairs_ahead(gridDim.x / CLUSTER % p.row_pairs),
+        num_tiles(__ldcg(p.num_tiles)),
+        zero(zero) {
     load(p);
-  }
-
-  __device__ __forceinline__ void load(const Params& p) {
-    if (item < items) ahead = __ldcg(p.tiles + item / p.row_pairs);
   }
 
   __device__ __forceinline__ bool next(const Params& p) {
-    if (item >= items) return false;
+    if (next_tile >= num_tiles) return false;
     tile = ahead;
-    row_pair = item % p.row_pairs;
-    item += gridDim.x / 2;
+    row_pair = next_row_pair;
+    next_tile += tiles_ahead;
+    next_row_pair += row_pairs_ahead;
+    if (next_row_pair >= p.row_pairs) next_row_pair -= p.row_pairs, next_tile++;
     load(p);
     return true;
   }
+
+ private:
+  int next_tile, next_row_pair, tiles_ahead, row_pairs_ahead, num_tiles, zero;
+
+  __device__ __forceinline__ void load(const Params& p) {
+    if (next_tile < num_tiles) ahead = __ldcg(p.tiles + next_tile + zero);
+  }
 };
 
-// First tile of 16 rows of a CTA.
+// Always 0, for there are steps; the compiler does not know.
+__device__ __forceinline__ int hidden_zero(const Params& p) { return (int)(threadIdx.x % 32) >= 32 + p.steps; }
+
+// First tile of 16 rows of a CTA, or of a half of its rows.
 __device__ __forceinline__ int first_tile(int row_pair, int rank) { return (2 * row_pair + rank) * CTA_TILES; }

@@ -1,0 +1,228 @@
+// gemm.cu for tiles of 16 tokens: the same products, tiles and output, by `mma.sync` instead of `wgmma`.
+//
+// For `wgmma`, the warps of a warpgroup wait for one another and for all matmuls of half a step. Here a warp waits for
+// memory alone, and takes a quarter less instructions.
+//
+//   Tile       256 rows of W x up to 16 tokens of one expert, 128 k at a time, without a cluster. A warp has two tiles
+//              of 16 rows, 128 rows apart, that share what it loads of x. Of at most 8 tokens it computes 8 columns.
+//   Loads      by one thread each for the halves of W, in parts of 16 rows x 128 k, and for x. All of a step goes to
+//              one slot of the only ring.
+//
+// Macros: as in gemm.cu, with TOKENS 16; STAGES is 2 WEIGHT_SLOTS
+
+#include "moe/cuda/gemm_sm90/store.cuh"
+
+#define TILES 2               // of a warp
+#define OCTET_BYTES 2048      // of x: 8 tokens x 128 k, as two boxes of 64 k with 128-byte swizzle
+#define LOADERS 3             // threads
+
+struct Loader {
+  const Params& p;
+  u32 shared;
+  SlotBarriers barriers;
+  int zero;  // see Work
+
+  // A half of the rows, CTA_TILES tiles.
+  __device__ __forceinline__ void load_weights(int half) const {
+    Work work(p, zero);
+    SlotState at;
+    while (work.next(p)) {
+      const int first = first_tile(work.row_pair, half), tiles = min(max(p.matrix_tiles - first, 0), CTA_TILES);
+      const u8* from = p.weight + ((u64)Tile(work.tile).expert * p.matrix_tiles + first) * p.tile_bytes;
+#pragma unroll 1
+      for (int left = p.tile_bytes; left > 0; left -= PART_BYTES, from += PART_BYTES, at.next()) {
+        const u32 barrier = barriers.full + 8 * at.stage;
+        const u32 to = shared + at.stage * SLOT_BYTES + half * WEIGHT_BYTES;
+        // Of the last part only one chunk may exist. What is in the other's place is a finite number, times x = 0.
+        const int bytes = min(PART_BYTES, left);
+        barrier_wait(barriers.empty + 8 * at.stage, at.parity ^ 1);
+        barrier_expect(barrier, tiles * bytes);
+        // Not a loop where all tiles exist: this thread's instructions take long, one after another.
+        if (tiles == CTA_TILES) {
+#pragma unroll
+          for (int i = 0; i < CTA_TILES; i++) copy_bulk(to + i * PART_BYTES, from + i * p.tile_bytes, bytes, barrier);
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < tiles; i++) copy_bulk(to + i * PART_BYTES, from + i * p.tile_bytes, bytes, barrier);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_x(const TensorMap* map) const {
+    Work work(p, zero);
+    SlotState at;
+    while (work.next(p)) {
+      const Tile tile(work.tile);
+      const int octets = tile.count > 8 ? 2 : 1;
+#pragma unroll 1
+      for (int step = 0; step < p.steps; step++, at.next()) {
+        const u32 barrier = barriers.full + 8 * at.stage;
+        const u32 to = shared + at.stage * SLOT_BYTES + 2 * WEIGHT_BYTES;
+        barrier_wait(barriers.empty + 8 * at.stage, at.parity ^ 1);
+        barrier_expect(barrier, octets * OCTET_BYTES);
+        copy_boxes(to, map, tile.first, 2 * step, barrier);
+        // Tokens of another expert may follow; their results are not written.
+        if (octets == 2) copy_boxes(to + OCTET_BYTES, map, tile.first + 8, 2 * step, barrier);
+      }
+    }
+    // Not before the last matmul: otherwise all CTAs of the next kernel would start on the few SMs whose CTAs
+    // have ended.
+#pragma unroll 1
+    for (int i = 0; i < WEIGHT_SLOTS; i++, at.next()) barrier_wait(barriers.empty + 8 * at.stage, at.parity ^ 1);
+    allow_next();
+  }
+};
+
+// A worker's part of all tiles.
+struct Worker {
+  const Params& p;
+  u32 shared;
+  SlotBarriers barriers;
+  Place place;
+  int zero;  // see Work
+  u32 weights, lane_scale, x, exponent;
+  SlotState slot;
+
+  __device__ __forceinline__ Worker(const Params& p, u32 shared, const SlotBarriers& barriers, int zero)
+      : p(p), shared(shared), barriers(barriers), zero(zero) {
+    const u32 tile = shared + place.tile() * PART_BYTES;
+    weights = tile + SCALE_BYTES + place.lane * 16;
+    lane_scale = tile + scale_offset(place.lane);
+    // Lanes give the addresses of rows of four matrices, 8 tokens x 8 k each, next to each other along k.
+    x = shared + 2 * WEIGHT_BYTES + place.lane % 8 * 128 + (place.lane / 8 ^ place.lane % 8) * 16;
+    exponent = SCALE_EXPONENT | zero;  // hides it from the compiler, see unpack_scales
+  }
+
+  // After all lanes have read the slot.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (place.lane == 0) barrier_arrive(barriers.empty + 8 * slot.stage);
+    slot.next();
+  }
+
+  // Adds to `sums` the products of 32 k: of all tiles with OCTETS of 8 tokens. Sums are independent, so that
+  // one matmul need not wait for the one before.
+  template <int OCTETS>
+  __device__ __forceinline__ static void multiply(float (*sums)[8], u32 (*a)[2][4], u32 (*x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; octet++)
+          matmul(sums[tile] + 4 * octet, a[tile][i], x[octet][2 * i], x[octet][2 * i + 1]);
+  }
+
+  // Adds those of a step. LARGE: whether scales of MXFP4 have an excess, see values.cuh.
+  template <int OCTETS, bool LARGE>
+  __device__ __forceinline__ void multiply_step(float (*sums)[8], const Scales* scales) {
+    const u32 offset = slot.stage * SLOT_BYTES;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      uint4 words[TILES];
+      u32 x_words[2][OCTETS][4];
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+        words[tile] = load16(weights + offset + tile * WEIGHT_BYTES + half * CHUNK_BYTES);
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; octet++)
+          ldmatrix4(x_words[j][octet], (x ^ j * 64) + offset + octet * OCTET_BYTES + half * 1024);
+      if (half == 1) release();
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        u32 a[TILES][2][4];
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+          const uint4& w = words[tile];
+          scales[tile].operands_if<LARGE>(a[tile], j == 0 ? w.x : w.y, j == 0 ? w.z : w.w, half);
+        }
+        multiply<OCTETS>(sums, a, x_words[j]);
+      }
+    }
+  }
+
+  template <int OCTETS>
+  __device__ __forceinline__ void multiply_tile(float (*sums)[8]) {
+#pragma unroll 1
+    for (int step = 0; step < p.steps; step++) {
+      barrier_wait(barriers.full + 8 * slot.stage, slot.parity);
+      Scales scales[TILES];
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+        scales[tile].unpack(load_shared_word(lane_scale + slot.stage * SLOT_BYTES + tile * WEIGHT_BYTES), exponent);
+#if MX
+      // Not where operands are made: branches there would keep the compiler from mixing unpacking and matmuls.
+      if (scales[0].large || scales[1].large) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) scales[tile].complete_excess();
+        multiply_step<OCTETS, true>(sums, scales);
+        continue;
+      }
+#endif
+      multiply_step<OCTETS, false>(sums, scales);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_tiles(const TensorMap* out_map) {
+    Work work(p, zero);
+    while (work.next(p)) {
+      // Known to be the same for a warp, now that it is needed.
+      const Tile tile(make_int2(__shfl_sync(~0u, work.tile.x, 0), __shfl_sync(~0u, work.tile.y, 0)));
+      Vectors vectors[TILES] = {{p, tile.expert, first_tile(work.row_pair, 0) + place.tile(), place.lane},
+                                {p, tile.expert, first_tile(work.row_pair, 1) + place.tile(), place.lane}};
+      float sums[TILES][8] = {};
+      if (tile.count > 8)
+        multiply_tile<2>(sums);
+      else
+        multiply_tile<1>(sums);
+#pragma unroll
+      for (int half = 0; half < TILES; half++) vectors[half].complete();
+      wait_for_strips(place.group);
+#pragma unroll
+      for (int half = 0; half < TILES; half++) {
+        const u32 from = shared + half * GROUPS * OUT_BYTES;
+        store(p, tile, work.row_pair, half, vectors[half], place, out_map, from, sums[half]);
+      }
+    }
+    wait_for_stores();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
+    moe_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map,
+             const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) u8 shared[];  // period of the swizzle
+  const u32 base = shared_address(shared);
+  const SlotBarriers barriers(base);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same for a warp
+  if (threadIdx.x == 96) {
+    for (int i = 0; i < WEIGHT_SLOTS; i++) {
+      barrier_init(barriers.full + 8 * i, LOADERS);
+      barrier_init(barriers.empty + 8 * i, WORKERS / 32);
+    }
+    fence_barrier_init();
+  }
+  if (threadIdx.x == 32) prefetch_map(&x_map);
+  if (threadIdx.x == 128) prefetch_map(&out_map);
+  __syncthreads();
+  // The sort kernel lists the tiles. gate_up must wait for it here; it has ended before down starts.
+  if (GATED) wait_for_previous();
+  const int zero = hidden_zero(p);
+  if (warp < 4) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+    const Loader loader{p, base, barriers, zero};
+    if (warp < 2) {
+      if (elect_one()) loader.load_weights(warp);
+    } else if (warp == 2) {
+      if (!GATED) wait_for_previous();
+      if (elect_one()) loader.load_x(&x_map);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
+    if (!GATED) wait_for_previous();
+    Worker(p, base, barriers, zero).multiply_tiles(&out_map);
+  }
+}
