@@ -344,3 +344,4 @@ inline void multiply_matrices(const char* type, float& c0, float& c1, float& c2,
 inline size_t __cvta_generic_to_shared(const void* pointer) {
   return cuda_on_host::to_shared(pointer);
 }
+inline void* __cvta_global_to_generic(size_t address) { return (void*)address; }

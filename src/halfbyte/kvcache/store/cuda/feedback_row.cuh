@@ -250,7 +250,7 @@ __device__ __forceinline__ void store_key_row(const Params& p, u32 cta, SharedRo
     // NaN or infinity in any error propagates to the last channel, so checking that one suffices.
     bool is_done = fabsf(row[HEAD_SIZE - 1]) < INF;
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) is_done = is_done && is_exact(x[i], steps);
+    for (int i = 0; i < LANE_CHANNELS; i++) is_done &= is_exact(x[i], steps);  // && would branch for each
     if (!__any_sync(~0u, !is_done)) {
       store_row<true>(place, head, row, by, first);
       return;

@@ -28,7 +28,7 @@ struct Params {
   u8* pages;
   u64 page_stride, capacity;                                // bytes; slots
   const i64* slots;
-  u64 slot_stride;
+  u64 slot_bytes;                                           // from a slot to the next, below 2^32
   const i64* positions;
   const float *k_scale, *v_scale;                           // null: see k_scale_number, v_scale_number
   const float *cos, *sin, *mean, *partner_mean;             // `MeanTables`
@@ -37,9 +37,11 @@ struct Params {
   void *ring_keys, *ring_values;                            // `RingSlots`
   const i64 *ring_rows, *ring_owners, *ring_slots;
   float k_scale_number, v_scale_number;
-  u32 num_slots, num_first, num_segments, num_kept, ring;
+  u32 num_slots, last_slot;                                 // 1 or more; the last one's index
+  u32 num_first, num_segments, num_kept, ring;
   u32 last_position;                                        // of the last segment, and 1 or more
-  u32 tokens;                                               // per thread: it stores one block of each; a power of two
+  u32 tokens, last_token;                                   // per thread: it stores one block of each; a power of two,
+                                                            // and one less
   u32 k_ctas, v_ctas;                                       // the grid: CTAs for K, for V, then for rings
 };
 
@@ -87,62 +89,14 @@ __device__ __forceinline__ void load_block(float* to, const void* x, u64 i) {
 
 __device__ __forceinline__ void load_floats(float* to, const float* from) { load_block<0>(to, from, 0); }
 
-#if SMALL_GRID
-// A thread's block of its only token.
-template <int TYPE>
-struct Blocks {
-  const void* from;
-  bool exists;
-
-  __device__ __forceinline__ Blocks(unsigned char*, const void* x, u64 i, u64) {
-    from = (const u8*)x + i * (TYPE ? 2 : 4);
-  }
-  __device__ __forceinline__ void copy(u32, bool there) { exists = there; }
-  __device__ __forceinline__ void take(float* to, u32) const {
-    if (exists) {
-      load_block<TYPE>(to, from, 0);
-      return;
-    }
-#pragma unroll
-    for (int j = 0; j < BLOCK; j++) to[j] = 0.0f;
-  }
-};
-#else
-// A thread's block of successive tokens, double-buffered: the next token's is copied to shared memory while this one is
-// rounded.
-template <int TYPE>
-struct Blocks {
-  static constexpr u32 BYTES = TYPE ? 2 : 4, CHUNKS = BLOCK * BYTES / 16;
-  static constexpr u32 STRIDE = 16 * 32 * WARPS, STAGE = CHUNKS * STRIDE;
-  u32 own;         // address of this thread's first 16 bytes; others are STRIDE apart
-  const u8* from;  // the next token's
-
-  // `memory`: BLOCK_AHEAD_BYTES of the CTA's shared memory. The first token's block begins at value i.
-  __device__ __forceinline__ Blocks(unsigned char* memory, const void* x, u64 i, u64 token_stride)
-      : own(shared_address(memory) + threadIdx.x * 16), from((const u8*)x + i * BYTES), step(token_stride) {}
-
-  // Begins to copy the next token's block; zeros if it does not exist.
-  __device__ __forceinline__ void copy(u32 token, bool exists) {
-    const u32 to = own + token % 2 * STAGE;
-#pragma unroll
-    for (u32 j = 0; j < CHUNKS; j++) copy16_or_zeros(to + j * STRIDE, from + 16 * j, exists);
-    commit_copies();
-    from += step * BYTES;
-  }
-
-  // The block of the token that was copied last.
-  __device__ __forceinline__ void take(float* x, u32 token) const {
-    const u32 from = own + token % 2 * STAGE;
-    wait_for_copies<0>();
-#pragma unroll
-    for (u32 j = 0; j < CHUNKS; j++) widen4<TYPE>(x + j * (16 / BYTES), load16(from + j * STRIDE));
-  }
-
- private:
-  u64 step;
-};
-#endif
-#define BLOCK_AHEAD_BYTES (SMALL_GRID ? 0 : 2 * (KEY_TYPE && VALUE_TYPE ? 2 : 4) * BLOCK * 32 * WARPS)
+// x plus i steps of so many bytes, in global memory.
+template <class T>
+__device__ __forceinline__ T* at_step(T* x, u32 i, u32 step) {
+  u64 y = (u64)x;
+  asm("" : "+l"(y));  // opaque: if the compiler knew a parameter it would add it later, in two more instructions
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(y) : "r"(i), "r"(step), "l"(y));
+  return (T*)__cvta_global_to_generic(y);
+}
 
 // Where a token is stored.
 struct Place {
@@ -151,7 +105,7 @@ struct Place {
   bool keep;   // false for padding and past the last page
 
   __device__ __forceinline__ static Place of(const Params& p, u32 token) {
-    const u64 slot = token < p.num_slots ? (u64)p.slots[token * p.slot_stride] : ~0ull;
+    const u64 slot = token < p.num_slots ? (u64)*at_step(p.slots, token, p.slot_bytes) : ~0ull;
     const u32 page = (u32)(slot / BLOCK_SIZE);  // of those that are kept; no memory has 2^32 pages
     return {p.pages + page * p.page_stride, (u32)(slot % BLOCK_SIZE), slot < p.capacity};
   }
@@ -160,7 +114,8 @@ struct Place {
 // Clamps a position to 32 bits; its segment and whether it is 0 stay right. Negative ones, which only padding has,
 // become 1.
 __device__ __forceinline__ u32 known_position(const Params& p, i64 position) {
-  return position < 0 ? 1 : (u64)position > p.last_position ? p.last_position : (u32)position;
+  const u32 high = (u64)position >> 32, clamped = high ? p.last_position : min((u32)position, p.last_position);
+  return position < 0 ? 1 : clamped;
 }
 
 // The segment of a `known_position`, which has a mean.
@@ -183,7 +138,7 @@ __device__ __forceinline__ void prefetch_key_block(const Params& p, u32 part, u3
   prefetch_l2(p.mean + of_head);
   prefetch_l2(p.partner_mean + of_head);
   if (token >= p.num_slots) return;
-  prefetch_l2(p.slots + token * p.slot_stride);
+  prefetch_l2(at_step(p.slots, token, p.slot_bytes));
   const u32 position = known_position(p, *(const volatile i64*)(p.positions + token));
   const u64 of_segment = (u64)segment_of(p, position) * HEAD_SIZE + part * BLOCK;
   prefetch_l2(p.cos + of_segment);
@@ -224,49 +179,6 @@ struct Mean {
     for (int i = 0; i < BLOCK; i++) key[i] = sub(key[i], x[i]);
   }
 };
-
-// As Mean, for BY_BLOCK; also keeps numbers of the block's weights. If the launch fills the GPU, both are in shared
-// memory, because fewer registers allow more CTAs per SM.
-#if SMALL_GRID
-struct BlockMean : Mean {
-  __device__ __forceinline__ explicit BlockMean(unsigned char*) {}
-  __device__ __forceinline__ void keep(const Weights&) const {}
-  __device__ __forceinline__ void restore(Weights&) const {}
-};
-#else
-struct BlockMean {
-  static constexpr u32 STRIDE = 16 * 32 * WARPS;
-  u32 own;  // address of this thread's first four; others are STRIDE apart
-  u32 segment = ~0u;
-
-  // `memory`: 80 bytes of shared memory for each thread of the CTA.
-  __device__ __forceinline__ explicit BlockMean(unsigned char* memory)
-      : own(shared_address(memory) + threadIdx.x * 16) {}
-
-  __device__ __forceinline__ void subtract_from(float* key, const Params& p, u32 head, u32 part, u32 to) {
-    if (segment != to) {
-      float x[BLOCK];
-      load_mean(p, x, head, part, segment = to);
-#pragma unroll
-      for (int i = 0; i < 4; i++) store_float4(own + i * STRIDE, x + 4 * i);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint4 x = load16(own + i * STRIDE);
-      key[4 * i] = sub(key[4 * i], float_of(x.x)), key[4 * i + 1] = sub(key[4 * i + 1], float_of(x.y));
-      key[4 * i + 2] = sub(key[4 * i + 2], float_of(x.z)), key[4 * i + 3] = sub(key[4 * i + 3], float_of(x.w));
-    }
-  }
-  __device__ __forceinline__ void keep(const Weights& weights) const {
-    const float numbers[4] = {weights.sum, weights.unit.high, weights.unit.low, 0.0f};
-    store_float4(own + 4 * STRIDE, numbers);
-  }
-  __device__ __forceinline__ void restore(Weights& weights) const {
-    const uint4 x = load16(own + 4 * STRIDE);
-    weights.sum = float_of(x.x), weights.unit.high = float_of(x.y), weights.unit.low = float_of(x.z);
-  }
-};
-#endif
 
 // Multiplies heads by the Hadamard matrix (numerics/hadamard.py). LANES lanes side by side have a head, COUNT values
 // each; this is lane `part` of them.
@@ -375,11 +287,17 @@ __device__ __forceinline__ void store_codes(u8* to, uint2 words) {
 #endif
 }
 
+// Where a block of K is in a page, but for the token.
+__device__ __forceinline__ u32 key_codes_offset(u32 head, u32 part) {
+  return K_DATA + head * K_DATA_HEAD + part * (BLOCK / 2);
+}
+__device__ __forceinline__ u32 key_scale_offset(u32 head, u32 part) { return K_SCALE + head * K_SCALE_HEAD + part; }
+
 __device__ __forceinline__ u8* key_codes(const Place& place, u32 head, u32 part) {
-  return place.page + (K_DATA + place.offset * K_DATA_TOKEN + head * K_DATA_HEAD + part * (BLOCK / 2));
+  return place.page + (place.offset * K_DATA_TOKEN + key_codes_offset(head, part));
 }
 __device__ __forceinline__ u8* key_scale(const Place& place, u32 head, u32 part) {
-  return place.page + (K_SCALE + place.offset * K_SCALE_TOKEN + head * K_SCALE_HEAD + part);
+  return place.page + (place.offset * K_SCALE_TOKEN + key_scale_offset(head, part));
 }
 
 // Stores a block of K. If first >= 0, stores the mark of calibrated first token `first` instead: its index in the first

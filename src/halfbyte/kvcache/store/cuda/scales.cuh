@@ -12,6 +12,17 @@
 #define LARGEST_SCALE 126          // the byte of 448
 #define NORMAL_SCALES 0x3C000000u  // bits of a scale from 8 on, less its byte times 2^20
 
+// The block scale of its byte, from 8 on; 448 at most if it is LIMITED.
+template <bool LIMITED>
+__device__ __forceinline__ float normal_scale(int byte) {
+  int bits = (byte << 20) + NORMAL_SCALES;
+  if (LIMITED) {
+    bits = min(bits, (LARGEST_SCALE << 20) + (int)NORMAL_SCALES);
+    asm("" : "+r"(bits));  // opaque: sum and minimum are one instruction, which the minimum of two floats would not be
+  }
+  return float_of(bits);
+}
+
 // `weighted_rounding.CANDIDATES` (reasons there): the byte of candidate n, relative to that of amax6, which wins ties.
 __device__ __forceinline__ int candidate_step(int n) { return n == 0 ? 0 : n == 1 ? -1 : n == 2 ? 1 : 4; }
 
@@ -59,7 +70,9 @@ struct Candidate {
 struct Weights {
   float w[BLOCK];
   Inverse unit;  // of 6 g: amax times it is the scale of amax6
-  float sum;  // NaN if a weight is negative, or the sum is outside 2^-12 .. 2^20: then `likely_scale` is never sure
+  // 2^-19 times their sum. NaN if a weight is negative, or the sum is outside 2^-12 .. 2^20: then `likely_scale` is never
+  // sure.
+  float slack;
 
   __device__ __forceinline__ Weights(const float* from, float g) : unit(mul(6.0f, g)) {
     float sizes[BLOCK];
@@ -70,8 +83,9 @@ struct Weights {
     }
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) sizes[i] = fabsf(w[i]);
-    sum = pairwise_sum<BLOCK>(w);
-    if (!(sum == pairwise_sum<BLOCK>(sizes) && sum >= 0x1p-12f && sum <= 0x1p20f)) sum = NOT_A_NUMBER;
+    const float sum = pairwise_sum<BLOCK>(w);
+    const bool is_usual = sum == pairwise_sum<BLOCK>(sizes) && sum >= 0x1p-12f && sum <= 0x1p20f;
+    slack = is_usual ? mul(sum, 0x1p-19f) : NOT_A_NUMBER;
   }
 };
 
@@ -120,11 +134,10 @@ struct Shifts {
 // others are up to 1.5 times as large).
 __device__ __forceinline__ int likely_scale(const float* x, const Weights& weights, float g, int start, bool& is_sure) {
   float d[CANDIDATES], r[CANDIDATES], errors[CANDIDATES] = {};
-  const u32 bits = ((u32)start << 20) + NORMAL_SCALES;
 #pragma unroll
   for (int n = 0; n < CANDIDATES; n++) {
-    const u32 own = bits + candidate_step(n) * (1 << 20);  // a step of 1 beyond the largest scale is left out below
-    d[n] = mul(float_of(n < 3 ? own : min(own, (LARGEST_SCALE << 20) + NORMAL_SCALES)), g);
+    const int own = start + candidate_step(n);  // a step of 1 beyond the largest scale is left out below
+    d[n] = mul(n < 3 ? normal_scale<false>(own) : normal_scale<true>(own), g);
     r[n] = approximate_inverse(d[n]);
   }
   const Shifts shifts(r[0], mul(d[0], r[3]));
@@ -145,7 +158,7 @@ __device__ __forceinline__ int likely_scale(const float* x, const Weights& weigh
   if (start + candidate_step(2) >= LARGEST_SCALE) errors[3] = INF;
   const float low = fminf(errors[0], errors[1]), high = fminf(errors[2], errors[3]), least = fminf(low, high);
   const float second = fminf(fmaxf(low, high), fminf(fmaxf(errors[0], errors[1]), fmaxf(errors[2], errors[3])));
-  is_sure = second > __fmaf_rn(least, 1.0f + 0x1p-15f, mul(mul(weights.sum, 0x1p-19f), mul(d[0], d[0])));
+  is_sure = second > __fmaf_rn(least, 1.0f + 0x1p-15f, mul(weights.slack, mul(d[0], d[0])));
   int step = candidate_step(3);
 #pragma unroll
   for (int n = 0; n < CANDIDATES - 1; n++) step = errors[n] == least ? candidate_step(n) : step;
@@ -169,18 +182,25 @@ __device__ __forceinline__ int exact_scale(float amax, float g, const ErrorOf& e
   return ratio == ratio ? best : NAN_SCALE;
 }
 
-// The byte with the smallest error; any for a block of zeros or with a NaN. Called by a whole warp.
+// The byte with the smallest error, and that scale times g; 0 for a block of zeros, NAN_SCALE for one with a NaN. Called
+// by a whole warp.
 template <bool EASY>
-__device__ __forceinline__ int best_scale(const float* x, const Weights& weights, float amax, float g) {
-  auto error_of = [&](float r) { return weighted_error<EASY, true, BLOCK>(x, weights.w, r); };
-  if (SMALL_GRID || !EASY) return exact_scale<EASY>(amax, g, error_of);
-  const int start = byte_of_normal(weights.unit.of(amax));
-  bool is_sure;
-  int best = likely_scale(x, weights, g, start, is_sure);
-  is_sure = is_sure && (u32)start - 9 <= LARGEST_SCALE - 9;
-  if (__any_sync(~0u, !is_sure && amax > 0.0f)) {
-    asm volatile("" : "+f"(g));  // keeps products with g for this rare case out of the registers of the common one
-    best = exact_scale<EASY>(amax, g, error_of);
+__device__ __forceinline__ int best_scale(const float* x, const Weights& weights, float amax, float g, float& d) {
+  bool is_sure = false;
+  int best = 0;
+  if (!SMALL_GRID && EASY) {
+    const float ratio = weights.unit.of(amax);
+    best = likely_scale(x, weights, g, byte_of_ratio_fast(ratio), is_sure);
+    // The bytes from 9 on, and nothing that saturates. Zeros and NaN are outside.
+    is_sure = is_sure && bits_of(ratio) - bits_of(0x1.2p-6f) < bits_of(464.0f) - bits_of(0x1.2p-6f);
+    d = mul(normal_scale<false>(best), g);
+  }
+  if (SMALL_GRID || !EASY || __any_sync(~0u, !is_sure)) {
+    // Opaque, which keeps products with g for this rare case out of the registers of the common one.
+    if (!SMALL_GRID && EASY) asm volatile("" : "+f"(g));
+    best = exact_scale<EASY>(amax, g, [&](float r) { return weighted_error<EASY, true, BLOCK>(x, weights.w, r); });
+    if (amax == 0.0f) best = 0;
+    d = mul(scale_of_byte(best), g);
   }
   return best;
 }
@@ -257,12 +277,13 @@ __device__ __forceinline__ Encoded encode_as_format(const float* x, float g) {
 template <bool EASY>
 __device__ __forceinline__ Encoded encode_weighted(const float* x, const Weights& weights, float g) {
   const float amax = amax_of<BLOCK>(x);
-  const int scale = best_scale<EASY>(x, weights, amax, g);
-  const float r = inverse<EASY>(mul(scale_of_byte(scale), g));
+  float d;
+  const int scale = best_scale<EASY>(x, weights, amax, g, d);
+  const float r = inverse<EASY>(d);
   Encoded encoded = {make_uint2(0, 0), scale};
   // A smaller scale than amax6's often maps amax to 6.5 or more, but seldom to 7, from where codes need a limit. Blocks
-  // of zeros or with a NaN are as rare.
-  if (EASY && !__any_sync(~0u, !(amax > 0.0f) | !(mul(amax, r) < 7.0f))) {
+  // of zeros (r is not finite) or with a NaN are as rare.
+  if (EASY && !__any_sync(~0u, !(mul(amax, r) < 7.0f))) {
     encoded.words = words_of_ratios(x, r);
   } else {
     u32 codes[BLOCK];

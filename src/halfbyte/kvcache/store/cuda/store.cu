@@ -39,41 +39,68 @@ struct KeyBlock {
   }
 };
 
-// Blocks of K of `tokens` tokens, a power of two, without error feedback. `position` and `place` are the first one's;
-// `memory` is `StoreVariant.shared_bytes` of the CTA's shared memory.
+// As `position_of`; that of the last token past it, so that no branch is needed.
+__device__ __forceinline__ u32 position_of_block(const Params& p, u32 token) {
+  return known_position(p, p.positions[min(token, p.last_slot)]);
+}
+
+// Stores a head's mark and returns true, if the head is a constant for first tokens. Called by a whole warp.
+__device__ __forceinline__ bool store_first(const Params& p, u32 token, u32 head, u32 part, bool at_start) {
+#if FIRST_TYPE >= 0
+  const int first = find_first_of(p, token, head, at_start, PARTS);
+  if (first >= 0) store_key(Place::of(p, token), head, part, {}, first);
+  return first >= 0;
+#else
+  return false;
+#endif
+}
+
+// Blocks of K of `last_token` + 1 tokens, a power of two, without error feedback. `position` and `slot` are the first
+// one's; `memory` is `StoreVariant.shared_bytes` of the CTA's shared memory.
 template <bool EASY>
-__device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, u32 tokens, u32 position, Place place,
-                                                 float g, unsigned char* memory) {
+__device__ __forceinline__ void store_key_blocks(const Params& p, KeyBlock block, u32 last_token, u32 position,
+                                                 Slot slot, float g, unsigned char* memory) {
   const u32 part = block.part, head = block.head;
+  KeyState state(memory, head, part);
 #if K_WEIGHTED
   Weights weights(p.k_weights + head * HEAD_SIZE + part * BLOCK, g);
-#endif
-  BlockMean mean(memory + BLOCK_AHEAD_BYTES);
-#if K_WEIGHTED
-  mean.keep(weights);
+  state.keep(weights);
 #endif
   Blocks<KEY_TYPE> blocks(memory, p.key, block.token * p.key_token + head * p.key_head + part * BLOCK, p.key_token);
-  blocks.copy(block.token, block.token < p.num_slots);
+  blocks.copy(block.token < p.num_slots);
 #pragma unroll 1
   for (u32 token = block.token;; token++) {
-    int first = -1;
 #if FIRST_TYPE >= 0
-    first = find_first_of(p, token, head, place.keep && position == 0, PARTS);
+    if (__any_sync(~0u, position == 0))
+      slot.keep = !store_first(p, token, head, part, slot.keep && position == 0) && slot.keep;
+    __syncwarp();  // tells the compiler that the warp is together, which saves branches at shuffles and votes
 #endif
     float x[BLOCK];
-    blocks.take(x, token);
-    const bool is_last = ((token + 1) & (tokens - 1)) == 0;  // needs no register for the last token
-    if (!is_last) blocks.copy(token + 1, token + 1 < p.num_slots);
-    change_key(p, x, mean, token, head, part, position);
+    blocks.take(x);
+    u32 left = (token + 1) & last_token;
+    asm("" : "+r"(left));  // opaque: else it is computed again at the loop's end
+    const bool is_last = left == 0;
+    blocks.copy(!is_last && token < p.last_slot);
+#if SEGMENT
+    state.subtract_from(x, p, head, part, segment_of(p, position));
+#endif
+#if ROTATE
+    rotate<BLOCK, PARTS>(x, part);
+#endif
 #if K_WEIGHTED
-    mean.restore(weights);
+    state.restore(weights);
     const Encoded encoded = encode_weighted<EASY>(x, weights, g);
 #else
     const Encoded encoded = encode_as_format<EASY, FOUR_OVER_SIX>(x, g);
 #endif
-    store_key(place, head, part_of_now(part), encoded, first);
+    if (slot.keep) {
+      const Place place = slot.place(p);
+      const uint2 offsets = state.offsets();
+      store_codes(place.page + (offsets.x + place.offset * K_DATA_TOKEN), encoded.words);
+      place.page[offsets.y + place.offset * K_SCALE_TOKEN] = encoded.scale;
+    }
     if (is_last) return;
-    position = position_of(p, token + 1), place = Place::of(p, token + 1);
+    position = position_of_block(p, token + 1), slot = Slot::of(p, token + 1);
   }
 }
 
@@ -87,10 +114,10 @@ __device__ __forceinline__ void store_keys(const Params& p, unsigned char* memor
 #if BY == BY_BLOCK
   const KeyBlock block(p);
   // Loaded together with g.
-  const u32 position = position_of(p, block.token);
-  const Place place = Place::of(p, block.token);
+  const u32 position = position_of_block(p, block.token);
+  const Slot slot = Slot::of(p, block.token);
   if (is_easy(g)) {
-    store_key_blocks<true>(p, block, p.tokens, position, place, g, memory);
+    store_key_blocks<true>(p, block, p.last_token, position, slot, g, memory);
     return;
   }
 #pragma unroll 1
@@ -99,7 +126,8 @@ __device__ __forceinline__ void store_keys(const Params& p, unsigned char* memor
     asm volatile("" : "+r"(number));  // opaque: indices are recomputed per token, as registers to keep them lack here
     KeyBlock own(p, number);
     own.token += i;
-    store_key_blocks<false>(p, own, 1, position_of(p, own.token), Place::of(p, own.token), g, memory);
+    const u32 position = position_of_block(p, own.token);
+    store_key_blocks<false>(p, own, 0, position, Slot::of(p, own.token), g, memory);
   }
 #else
   const u32 warp = threadIdx.x / 32, number = blockIdx.x * WARPS + warp;

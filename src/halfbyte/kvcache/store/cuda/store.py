@@ -74,7 +74,7 @@ class _Params(ctypes.Structure):
         ("pages", ctypes.c_void_p),
         *((name, ctypes.c_uint64) for name in ("page_stride", "capacity")),
         ("slots", ctypes.c_void_p),
-        ("slot_stride", ctypes.c_uint64),
+        ("slot_bytes", ctypes.c_uint64),
         *((name, ctypes.c_void_p) for name in ("positions", "k_scale", "v_scale")),
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "mean", "partner_mean")),
         *((name, ctypes.c_void_p) for name in ("first_keys", "first_values")),
@@ -82,8 +82,9 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("ring_keys", "ring_values")),
         *((name, ctypes.c_void_p) for name in ("ring_rows", "ring_owners", "ring_slots")),
         *((name, ctypes.c_float) for name in ("k_scale_number", "v_scale_number")),
-        *((name, ctypes.c_uint32) for name in ("num_slots", "num_first", "num_segments")),
-        *((name, ctypes.c_uint32) for name in ("num_kept", "ring", "last_position", "tokens")),
+        *((name, ctypes.c_uint32) for name in ("num_slots", "last_slot", "num_first")),
+        *((name, ctypes.c_uint32) for name in ("num_segments", "num_kept", "ring")),
+        *((name, ctypes.c_uint32) for name in ("last_position", "tokens", "last_token")),
         *((name, ctypes.c_uint32) for name in ("k_ctas", "v_ctas")),
     )
 
@@ -121,8 +122,8 @@ class StoreVariant(NamedTuple):
         return 32 * self.warps
 
     def shared_bytes(self, layout: PageLayout) -> int:
-        """Dynamic shared memory: `SharedRows`, a tile for each warp, or two blocks and a mean for
-        each thread. (Where a thread has one token, nothing.)"""
+        """Dynamic shared memory: `SharedRows`, a tile for each warp, or two blocks and
+        `KeyState` for each thread. (Where a thread has one token, nothing.)"""
         size, warps = layout.head_size, self.warps
         block = BLOCK_SIZE * max(self.key_dtype.itemsize, self.value_dtype.itemsize)
         ahead = 0 if self.small_grid else 2 * block * self.threads
@@ -132,7 +133,7 @@ class StoreVariant(NamedTuple):
         if self.by == _BY_TILE:
             channels = size - BLOCK_SIZE * self.left_out
             return max(ahead, 4 * warps * channels * _TILE)
-        return 0 if self.small_grid else ahead + 80 * self.threads
+        return 0 if self.small_grid else ahead + 96 * self.threads
 
     def k_ctas(self, layout: PageLayout, num_slots: int, tokens: int) -> int:
         """CTAs that store K. With `_BY_BLOCK` a thread has one block of each of `tokens` tokens."""
@@ -270,12 +271,14 @@ def store_transformed(inputs: StoreInputs) -> None:
         recent.write(key, value)
     if num_slots == 0:
         return
-    arguments.bind(key=key, value=value, pages=pages, slots=slot_mapping)
+    slots = slot_mapping if slot_mapping.stride(0) < 1 << 29 else slot_mapping.contiguous()
+    arguments.bind(key=key, value=value, pages=pages, slots=slots)
     arguments.bind(positions=positions.contiguous())
     params = arguments.params
     params.key_token, params.key_head = key.stride()[:2]
     params.value_token, params.value_head = value.stride()[:2]
-    params.slot_stride = slot_mapping.stride(0)
+    params.slot_bytes = slots.stride(0) * slots.element_size()
+    params.last_slot = num_slots - 1
     for name, scale in scales.items():
         if isinstance(scale, torch.Tensor):
             arguments.bind(**{name: scale})
@@ -294,6 +297,7 @@ def store_transformed(inputs: StoreInputs) -> None:
     variant = variant._replace(left_out=_leaves_out(variant, layout, num_slots, pages.get_device()))
     tokens = max(1, min(_MAX_TOKENS, int(fill)))
     params.tokens = tokens = 1 << tokens.bit_length() - 1
+    params.last_token = tokens - 1
     params.k_ctas = variant.k_ctas(layout, num_slots, tokens)
     params.v_ctas = variant.v_ctas(layout, num_slots, tokens)
     ctas = params.k_ctas + params.v_ctas

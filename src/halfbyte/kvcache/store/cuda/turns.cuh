@@ -22,7 +22,8 @@ template <bool EASY>
 __device__ __forceinline__ Rounding rounding_of_key(const Params& p, const float* x, u32 head, u32 b, float g) {
   const float amax = amax_of<BLOCK>(x);
 #if K_WEIGHTED
-  int scale = best_scale<EASY>(x, Weights(p.k_weights + head * HEAD_SIZE + b * BLOCK, g), amax, g);
+  float d;
+  int scale = best_scale<EASY>(x, Weights(p.k_weights + head * HEAD_SIZE + b * BLOCK, g), amax, g, d);
   if (!(amax > 0.0f)) scale = amax == 0.0f ? 1 : NAN_SCALE;
 #else
   const int scale = encode_as_format<EASY, FOUR_OVER_SIX>(x, g).scale;

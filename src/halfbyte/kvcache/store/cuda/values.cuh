@@ -6,7 +6,7 @@
 //   RING            1 if tokens go to rings of the inputs' dtype
 
 #pragma once
-#include "kvcache/store/cuda/rows.cuh"
+#include "kvcache/store/cuda/blocks.cuh"
 
 // FP8 of a value in the format's range: E4M3, or E5M2. NaN is 0x7F.
 __device__ __forceinline__ u32 fp8_of(float x, bool is_negative) {
@@ -81,30 +81,34 @@ __device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, 
   const ValueBlock block(head, part);
 #endif
   Blocks<VALUE_TYPE> blocks(memory, p.value, begin * p.value_token + head * p.value_head + part * BLOCK, p.value_token);
-  blocks.copy(begin, begin < p.num_slots);
+  blocks.copy(begin < p.num_slots);
 #pragma unroll 1
-  for (u32 token = begin; token < begin + p.tokens; token++) {
+  for (u32 token = begin;; token++) {
     float x[BLOCK];
-    blocks.take(x, token);
-    if (token + 1 < begin + p.tokens) blocks.copy(token + 1, token + 1 < p.num_slots);
-    const Place place = Place::of(p, token);
+    blocks.take(x);
+    const bool is_last = ((token + 1) & p.last_token) == 0;
+    blocks.copy(!is_last && token < p.last_slot);
+    const Slot slot = Slot::of(p, token);
 #if V_KIND >= 8
-    u8* data = place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD);
     u32 words[4];
     encode_fp8<EASY>(words, x, g);
-    if (!place.keep) continue;
-    store_codes(data + part * BLOCK, make_uint2(words[0], words[1]));
-    store_codes(data + part * BLOCK + 8, make_uint2(words[2], words[3]));
-#else
-#if V_WEIGHTED
+#elif V_WEIGHTED
     const Encoded encoded = encode_weighted<EASY>(x, weights, g);
 #else
     const Encoded encoded = encode_as_format<EASY, V_KIND == 6>(x, g);
 #endif
-    if (!place.keep) continue;
-    store_codes(block.codes_of(place), encoded.words);
-    *block.scale_of(place) = encoded.scale;
+    if (slot.keep) {
+      const Place place = slot.place(p);
+#if V_KIND >= 8
+      u8* data = place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD);
+      store_codes(data + part * BLOCK, make_uint2(words[0], words[1]));
+      store_codes(data + part * BLOCK + 8, make_uint2(words[2], words[3]));
+#else
+      store_codes(block.codes_of(place), encoded.words);
+      *block.scale_of(place) = encoded.scale;
 #endif
+    }
+    if (is_last) return;
   }
 }
 
