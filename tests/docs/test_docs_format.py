@@ -108,10 +108,10 @@ from halfbyte.attention import flashinfer_views
 from halfbyte.attention.decode import variant
 from halfbyte.kernels import formats
 from halfbyte.kernels.cpu import library
-from halfbyte.kvcache.store.cuda import store
+from halfbyte.kvcache.store.cuda.variant import V_KINDS
 from halfbyte.layouts import KVCacheDType, PageLayout
 
-for known in (library.FORMATS, formats.FORMATS, variant._KINDS, store._V_KINDS):
+for known in (library.FORMATS, formats.FORMATS, variant._KINDS, V_KINDS):
     assert KVCacheDType.NVFP4 in known and "{NAME}" not in known
 layout = PageLayout("nvfp4", "{NAME}", 64, None, 2, 16)
 print(variant.unsupported_reason(layout, torch.bfloat16))

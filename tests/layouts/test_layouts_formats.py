@@ -21,6 +21,7 @@ from halfbyte.kernels.cpu import library
 from halfbyte.kernels.formats.kv_tiles import operand_shift, side_geometry
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
 from halfbyte.kvcache.store.cuda import store
+from halfbyte.kvcache.store.cuda.variant import V_KINDS
 from halfbyte.kvcache.store.triton_rows import side_of
 from halfbyte.layouts import KVCacheDType, PageLayout, kv_declarations
 from halfbyte.layouts.formats import KV_FORMATS, KVFormat
@@ -114,7 +115,7 @@ def test_ids_of_the_cpu_kernels_are_those_of_the_enum() -> None:
 
 def test_ids_of_cuda_kernels() -> None:
     assert {name.value: kind for name, kind in variant._KINDS.items()} == CUDA_KINDS
-    assert {name.value: kind for name, kind in store._V_KINDS.items()} == {
+    assert {name.value: kind for name, kind in V_KINDS.items()} == {
         "fp8_e4m3": 8,
         "fp8_e5m2": 9,
         "nvfp4": 4,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfbyte.kvcache.store.cuda.store import StoreVariant
+from halfbyte.kvcache.store.cuda.variant import StoreVariant
 from halfbyte.layouts import PageLayout
 from machine_code import compiled, disassembled
 from slow import CAPABILITIES, slow
