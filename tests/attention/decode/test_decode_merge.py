@@ -20,10 +20,11 @@ from attention.decode.decode_plans import (
 from cuda_on_host import needs_compiler
 from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode.plan import DecodePlan
+from halfbyte.attention.decode.recipe import RecipeVariant
 
 pytestmark = needs_compiler
 
-KERNELS = ("merge_8", "merge_32", "merge_128", "merge_512")
+KERNELS = ("merge_8", "merge_32", "merge_128", "merge_128_ahead", "merge_512")
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 STEPS = {
     "one-long": Step([300_000], [1], kv_heads=1),
@@ -113,6 +114,7 @@ def assert_merged(
         plan = make_plan(step)
         sums = random_parts(step, plan, generator)
         expected, expected_lse = softmax(sums, sinks)
+        results = {}
         for kernel in KERNELS:
             rows = num_tokens + step.padding
             memory = torch.full((rows, heads + 1, step.head_size + 8), torch.nan, dtype=dtype)
@@ -135,11 +137,14 @@ def assert_merged(
             )
             assert memory[:, heads:].isnan().all()
             assert memory[..., step.head_size :].isnan().all()
+            results[kernel] = out.nan_to_num()
             if lse is not None:
                 torch.testing.assert_close(
                     lse[:num_tokens].double(), expected_lse, rtol=1e-6, atol=1e-5, equal_nan=True
                 )
                 assert lse[-1].isnan().all()
+        # Loads that are issued earlier change no order of sums.
+        assert torch.equal(results["merge_128"], results["merge_128_ahead"])
 
 
 def softmax(sums: Parts, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,3 +185,11 @@ def test_merge_of_random_batches() -> None:
 def test_parts_and_rows_decide_the_kernel(step: Step, kernel: str) -> None:
     with on_host(step):
         assert make_plan(step).merge == kernel
+
+
+def test_recent_tokens_of_one_sequence_may_need_one_unit_more() -> None:
+    step = Step([131_008], [1], kv_heads=8)
+    with on_host(step):
+        plan = make_plan(step, RecipeVariant(recent=64))
+        assert len(shares(read(plan, 1))) == 129
+    assert plan.merge == "merge_128_ahead"

@@ -103,9 +103,10 @@ extern "C" __global__ void __launch_bounds__(128) merge_8(MergeParams p) { merge
 // Takes four times the registers: for grids whose CTAs are all resident at once.
 extern "C" __global__ void __launch_bounds__(128) merge_32(MergeParams p) { merge_slice<32>(p); }
 
-// For rows with many parts: a CTA has 32 dims of a row and merges THREADS parts per round, in eight steps.
+// For rows with many parts: a CTA has 32 dims of a row and merges THREADS parts per round, in eight steps. AHEAD: a
+// round's loads are issued in the round before, for rows with a few parts more than fit in one.
 #define STEPS 8
-template <int THREADS>
+template <int THREADS, bool AHEAD = false>
 __device__ __forceinline__ void merge_row(const MergeParams& p) {
   constexpr int HEADS = KV_HEADS * GROUP, SLICES = HEAD_SIZE_V / 32, LANES = 8;
   constexpr int PER_STEP = THREADS / LANES;
@@ -127,15 +128,27 @@ __device__ __forceinline__ void merge_row(const MergeParams& p) {
   if (parts.is_single()) return;
   float m = NEG_INF, total = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  for (int base = 0; base < parts.count; base += THREADS) {
-    float2 x = make_float2(NEG_INF, 0.0f);
+  float2 x, next_x;
+  float4 y[STEPS], next_y[STEPS];
+  auto load = [&](float2& x, float4* y, int base) {
+    x = make_float2(NEG_INF, 0.0f);
     if (base + threadIdx.x < parts.count) x = ml[(base + threadIdx.x) * PART_STRIDE];
-    float4 y[STEPS];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
       const int part = base + i * PER_STEP + threadIdx.x / LANES;
       y[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (part < parts.count) y[i] = *(const float4*)(source + part * PART_STRIDE * HEAD_SIZE_V);
+    }
+  };
+  if (AHEAD) load(next_x, next_y, 0);
+  for (int base = 0; base < parts.count; base += THREADS) {
+    if (AHEAD) {
+      x = next_x;
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) y[i] = next_y[i];
+      load(next_x, next_y, base + THREADS);
+    } else {
+      load(x, y, base);
     }
     float top = x.x;
     for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
@@ -175,5 +188,7 @@ __device__ __forceinline__ void merge_row(const MergeParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(128) merge_128(MergeParams p) { merge_row<128>(p); }
+
+extern "C" __global__ void __launch_bounds__(128) merge_128_ahead(MergeParams p) { merge_row<128, true>(p); }
 
 extern "C" __global__ void __launch_bounds__(512) merge_512(MergeParams p) { merge_row<512>(p); }

@@ -29,7 +29,13 @@ _MAX_PARTIAL_BYTES = 2**31
 _HEADER_INTS = 4
 _TOKEN_INTS = 8
 _UNIT_INTS = 12
-MERGE_THREADS = {"merge_8": 128, "merge_32": 128, "merge_128": 128, "merge_512": 512}
+MERGE_THREADS = {
+    "merge_8": 128,
+    "merge_32": 128,
+    "merge_128": 128,
+    "merge_128_ahead": 128,
+    "merge_512": 512,
+}
 _ITEM_INTS = 8
 
 
@@ -173,6 +179,7 @@ def make_plan(inputs: AttentionInputs, recipe: RecipeVariant = NO_RECIPE) -> Dec
             limits.max_units / limits.max_items,
             merge_ctas <= 2 * num_sms(device.index),
             inputs.batch_invariant,
+            recipe.recent > 0,
         ),
     )
 
@@ -205,18 +212,21 @@ def _limits(inputs: AttentionInputs, recipe: RecipeVariant) -> _Limits:
     return _Limits(variant, slots, max_units, max_items, fixed_span, rows)
 
 
-def _merge_kernel(max_parts: float, ctas_fit: bool, batch_invariant: bool) -> str:
+def _merge_kernel(max_parts: float, ctas_fit: bool, batch_invariant: bool, recent: bool) -> str:
     """The fastest known merge kernel; a fixed one if batch-invariant (fixed order of sums).
 
     Args:
         max_parts: max units per work item; a row has up to about twice as many partial results.
         ctas_fit: whether all CTAs of the kernel with many registers are resident at once.
+        recent: recent tokens have positions, too, so that 128 units of one sequence become 129.
     """
     if batch_invariant:
         return "merge_128"
     if max_parts < 12:
         return "merge_32" if max_parts >= 3 and ctas_fit else "merge_8"
-    return "merge_128" if max_parts < 128 else "merge_512"
+    if max_parts >= 128:
+        return "merge_512"
+    return "merge_128_ahead" if recent and max_parts > 64 else "merge_128"
 
 
 def slice_ctas(rows: int, head_size_v: int) -> int:
