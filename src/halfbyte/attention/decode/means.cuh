@@ -92,7 +92,7 @@ struct Bias {
   __device__ __forceinline__ void fill(const Params& p) {
     const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
     BiasSums sums[N_TILES];
-#pragma unroll(KEEPS_ANGLES ? PAIRED_SUMS ? 4 : 2 : 1)
+#pragma unroll(KEEPS_ANGLES ? 2 : 1)
     for (int pair = 0; pair < PAIRS; pair += LOADED) {
       Angles<LOADED> angles;
       if (KEEPS_ANGLES)
