@@ -64,6 +64,16 @@ inline unsigned __ballot_sync(unsigned mask, bool x, int line = __builtin_LINE()
   return all;
 }
 
+inline int __reduce_add_sync(unsigned mask, int x, int line = __builtin_LINE()) {
+  if (mask != ~0u) cuda_on_host::refuse("a sum of some of a warp's lanes");
+  cuda_on_host::bring(x, line);
+  int sum = 0;
+  for (int i = 0; i < 32; i++) sum += *(const int*)cuda_on_host::brought_by(i);
+  return sum;
+}
+
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
+
 template <class T>
 T __ldcs(const T* x) {
   return *x;

@@ -96,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
   // A CTA's share of the units belongs to at most so many entries.
   const int max_own = p.max_entries / gridDim.x + 2;
   const Routing routing(p.pairs, p.max_entries, max_own, sums + (SPLIT > 1 ? SPLIT * GROUPS * 2 * SUM_BYTES : 0));
+  routing.clear(p.pairs);
 #if GATED
   // Waits before it lets the second product start: that reads the expert ids, a result of earlier kernels, before it
   // waits itself.
@@ -104,8 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
 #endif
   routing.find_entries(p.pairs, !GATED);
   const int total = *routing.num_entries * UNITS;
-  const int begin = (int)((long long)total * blockIdx.x / gridDim.x);
-  const int end = (int)((long long)total * (blockIdx.x + 1) / gridDim.x);
+  const int begin = p.share(total, blockIdx.x), end = p.share(total, blockIdx.x + 1);
   Stream<UnitTiles> stream(p, {p, routing, begin, end, group}, rings + warp * STAGES * ITEM_BYTES, split);
   const int first_entry = begin / UNITS;
   routing.find_own(p.pairs, first_entry, begin < end ? (end - 1) / UNITS + 1 - first_entry : 0);

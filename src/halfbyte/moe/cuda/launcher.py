@@ -27,6 +27,7 @@ class Params(ctypes.Structure):
         ("pairs", Pairs),
         *((name, ctypes.c_int) for name in ("parts", "bias_dtype", "max_entries")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_offset")),
+        ("fraction", ctypes.c_uint),
     )
 
 
@@ -77,20 +78,26 @@ def _launch(
     plan = _plan(work, m, pairs.top_k, device)
     pairs.columns_log2 = plan.columns.bit_length() - 1
     entries = max_entries(pairs.count, work.num_experts, plan.columns)
-    arguments = product_arguments(Params, matrices, activation, max_entries=entries)
+    grid = plan.grid(work, pairs.count, gpu.num_sms)
+    shares = {"max_entries": entries, "fraction": fraction_of(grid)}
+    arguments = product_arguments(Params, matrices, activation, **shares)
     arguments.params.pairs = pairs
     columns = work.n if activation is None else work.n // 2
     out = allocate(Memory.contiguous((pairs.count, columns), x.dtype), device)
     arguments.bind(weight=matrices.packed, x=x, out=out)
     kernel = _product_kernel(x.dtype, plan.macros(work), gpu.block_bytes, device)
     kernel = kernel._replace(shared_bytes=plan.shared_bytes(work, pairs.count, gpu.num_sms))
-    grid = plan.grid(work, pairs.count, gpu.num_sms)
     nvrtc.launch(
         *(kernel, grid, plan.threads, (arguments.params,)),
         overlap=True,
         ctas_per_sm=plan.ctas,
     )
     return out
+
+
+def fraction_of(grid: int) -> int:
+    """`fraction` of `Params`: what a CTA has of all work, in units of 2^-32."""
+    return min(-(-(2**32) // grid), 2**32 - 1)
 
 
 def product_arguments(

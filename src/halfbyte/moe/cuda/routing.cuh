@@ -60,39 +60,50 @@ struct Routing {
     weights = (float*)(experts + pairs.count);
   }
 
-  // Called by all threads of the CTA.
-  __device__ __forceinline__ void find_entries(const Pairs& pairs, bool with_weights) const {
+  // Called by all threads of the CTA, before find_entries.
+  __device__ __forceinline__ void clear(const Pairs& pairs) const {
+#pragma unroll 1
     for (int i = threadIdx.x; i < pairs.num_experts; i += blockDim.x) counts[i] = 0;
-    for (int i = threadIdx.x; i < pairs.count; i += blockDim.x) {
-      experts[i] = pairs.expert(i);
-      if (with_weights) weights[i] = number_at(pairs.weights, i, pairs.weights_dtype);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < pairs.count; i += blockDim.x)
-      if (experts[i] >= 0) atomicAdd(counts + experts[i], 1);
-    __syncthreads();
-    if (threadIdx.x < 32) number_entries(pairs);
     __syncthreads();
   }
 
-  // Called by one warp.
-  __device__ __forceinline__ void number_entries(const Pairs& pairs) const {
-    const int lane = threadIdx.x & 31;
-    int total = 0;
-    for (int first = 0; first < pairs.num_experts; first += 32) {
-      const int expert = first + lane, count = expert < pairs.num_experts ? counts[expert] : 0;
-      const int chunks = (count + (1 << pairs.columns_log2) - 1) >> pairs.columns_log2;
-      // Most experts have one chunk or none, so that two rounds tell how many entries the lanes below have.
-      int begin = total;
-      for (int chunk = 0;; chunk++) {
-        const u32 more = __ballot_sync(~0u, chunks > chunk);
-        if (!more) break;
-        begin += __popc(more & ((1u << lane) - 1));
-        total += __popc(more);
-      }
-      for (int chunk = 0; chunk < chunks; chunk++) entries[begin + chunk] = expert | chunk << 16;
+  // Called by all threads of the CTA. No copy of weights begins before it ends, so that its latencies count.
+  __device__ __forceinline__ void find_entries(const Pairs& pairs, bool with_weights) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pairs.count; i += blockDim.x) {
+      const int expert = pairs.expert(i);
+      experts[i] = expert;
+      if (expert >= 0) atomicAdd(counts + expert, 1);
+      if (with_weights) weights[i] = number_at(pairs.weights, i, pairs.weights_dtype);
     }
-    if (lane == 0) *num_entries = total;
+    __syncthreads();
+    for (int first = threadIdx.x & ~31u; first < max(pairs.num_experts, 1); first += blockDim.x)
+      number_entries(pairs, first);
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ int chunks_of(const Pairs& pairs, int expert) const {
+    const int count = expert < pairs.num_experts ? counts[expert] : 0;
+    return (count + (1 << pairs.columns_log2) - 1) >> pairs.columns_log2;
+  }
+
+  // Numbers the entries of 32 experts from `first` on. Called by one warp, which adds up all earlier experts' entries
+  // itself: that takes less time than to wait for other warps.
+  __device__ __forceinline__ void number_entries(const Pairs& pairs, int first) const {
+    const int lane = threadIdx.x & 31, expert = first + lane, chunks = chunks_of(pairs, expert);
+    int earlier = 0;
+    for (int i = lane; i < first; i += 32) earlier += chunks_of(pairs, i);
+    int total = __reduce_add_sync(~0u, earlier), begin = total;
+    // Most experts have one chunk or none, so that two rounds tell how many entries the lanes below have.
+    for (int chunk = 0;; chunk++) {
+      const u32 more = __ballot_sync(~0u, chunks > chunk);
+      if (!more) break;
+      begin += __popc(more & ((1u << lane) - 1));
+      total += __popc(more);
+    }
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++) entries[begin + chunk] = expert | chunk << 16;
+    if (lane == 0 && first + 32 >= pairs.num_experts) *num_entries = total;
   }
 
   __device__ __forceinline__ Entry entry(int i) const { return {entries[i] & 0xFFFF, entries[i] >> 16}; }
