@@ -51,6 +51,14 @@ One CTA per SM, whose warps share the tokens, is faster with many columns and a 
 of up to 90 options for both products of Qwen3-30B-A3B and GPT-OSS-20B on one H200
 (`benchmarks/results/moe_plans_packed.json`)."""
 _MANY_COLUMNS, _LARGE_K = 8, 1024
+_MAX_GATED_WARPS = 16
+"""Of the first product with 8 columns, if a warp has all of k: Qwen3-30B-A3B with 64 and 96 tokens
+takes 62.6 and 70.7 µs, with 24 warps 63.8 and 74.3, GPT-OSS-20B with 32 tokens 83.1 and 85.4 (same
+file). `cost` does not know it."""
+_THIRDS_COLUMNS, _THIRDS_MEAN = 4, 0.5
+"""With so many columns and so many tokens per expert, a second product of 3, 6, ... parts is loaded
+by items of three: that of Qwen3-30B-A3B with 8 and 16 tokens takes 14.1 and 21.7 µs, by two 14.8
+and 22.8 (same file)."""
 _UNIT_PARTS, _SHARED_UNIT_PARTS = 0.2, 1.0
 """Fixed cost of a unit, in units of the time of one part: if one warp has all of k, and if several
 warps split it."""
@@ -210,7 +218,14 @@ def _plan_of(work: Work, columns: int, num_pairs: int, gpu: Gpu) -> StreamingPla
     mean = num_pairs / work.num_experts
     max_mean = next((x for x in _COLUMNS if mean <= x), MAX_MEAN)
     plans = _possible_plans(work, min(columns, _COLUMNS[max_mean]), max_mean, gpu)
-    return min(plans, key=lambda plan: plan.cost(work, num_pairs, gpu.num_sms))
+    plan = min(plans, key=lambda plan: plan.cost(work, num_pairs, gpu.num_sms))
+    if work.gated and plan.split == plan.ctas == 1 and plan.columns == _MANY_COLUMNS:
+        return plan._replace(groups=min(plan.groups, _MAX_GATED_WARPS))
+    in_thirds = work.items(1) % 3 == 0 and plan.split == 1 and mean >= _THIRDS_MEAN
+    if not work.gated and plan.columns == _THIRDS_COLUMNS and in_thirds:
+        option = _Option(plan.groups, plan.ctas, plan.stages, 3)
+        return _fitting(work, plan.columns, 1, option, num_pairs, gpu) or plan
+    return plan
 
 
 @lru_cache(maxsize=4096)
