@@ -64,6 +64,14 @@ inline unsigned __ballot_sync(unsigned mask, bool x, int line = __builtin_LINE()
   return all;
 }
 
+inline unsigned __match_any_sync(unsigned mask, int x, int line = __builtin_LINE()) {
+  if (mask != ~0u) cuda_on_host::refuse("a comparison of some of a warp's lanes");
+  cuda_on_host::bring(x, line);
+  unsigned all = 0;
+  for (int i = 0; i < 32; i++) all |= (*(const int*)cuda_on_host::brought_by(i) == x) * 1u << i;
+  return all;
+}
+
 inline int __reduce_add_sync(unsigned mask, int x, int line = __builtin_LINE()) {
   if (mask != ~0u) cuda_on_host::refuse("a sum of some of a warp's lanes");
   cuda_on_host::bring(x, line);

@@ -111,7 +111,7 @@ def test_plans_are_near_the_fastest_of_the_committed_run() -> None:
         works, top_k = LAYERS[case["shape"]]
         plan = make_plan(works[case["product"] == "down"], case["m"], top_k, H200)
         times = case["microseconds"]
-        ratios.append(times[",".join(map(str, plan))] / min(times.values()))
+        ratios.append(times[",".join(map(str, plan[:6]))] / min(times.values()))
     assert len(ratios) == 32
     assert fmean(ratios) < 1.035
     assert max(ratios) < 1.15

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -102,6 +103,25 @@ def test_experts_with_more_tokens_than_a_pass() -> None:
     ids.fill_(1)
     out = run(hidden, experts, ids, weights)
     assert_close_enough(out, hidden, experts, ids, weights)
+
+
+@pytest.mark.parametrize("top_k", [3, slow(1)])
+def test_few_pairs_need_no_lists(top_k: int) -> None:
+    """The same bits as with lists in shared memory. Of 4 columns, an expert with 6 tokens has two
+    entries."""
+
+    def plan_of(few: bool, work: Work, m: int, top_k: int, gpu: Gpu) -> StreamingPlan:
+        return make_plan(work, m, top_k, gpu)._replace(columns=4, few=few)
+
+    experts, hidden = experts_of(KINDS["swiglu"], 5, 96, 64), random_hidden(10, 96, BF16)
+    ids, weights = random_routing(10, top_k, 5)
+    ids[:6, 0], ids[7, 0] = 3, -1
+    outs = []
+    for few in (False, True):
+        with patch.object(launcher, "make_plan", partial(plan_of, few)):
+            outs.append(run(hidden, experts, ids, weights))
+    assert torch.equal(*outs)
+    assert_close_enough(outs[1], hidden, experts, ids, weights)
 
 
 def test_no_tokens() -> None:

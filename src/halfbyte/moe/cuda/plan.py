@@ -19,6 +19,8 @@ MAX_MEAN = 8
 takes over earlier (`kernel._MAX_MEAN_BESIDE_GEMM`)."""
 MAX_PAIRS = 1024
 """Max pairs: every CTA reads all expert ids."""
+_FEW_PAIRS = 32
+"""Max pairs of `few.cuh`."""
 MAX_EXPERTS = 1024
 SIZE_MULTIPLE = 32
 """H and I must be multiples of this, so that each token begins at a multiple of 16 bytes."""
@@ -119,6 +121,8 @@ class StreamingPlan(NamedTuple):
     ctas: int
     parts: int = 2
     """Parts of 128 k per item."""
+    few: bool = False
+    """Whether there are at most 32 pairs."""
 
     @property
     def column_tiles(self) -> int:
@@ -140,6 +144,7 @@ class StreamingPlan(NamedTuple):
             ("PARTS", self.parts),
             ("STAGES", self.stages),
             ("CTAS", self.ctas),
+            ("FEW", int(self.few)),
         )
 
     def shared_bytes(self, work: Work, num_pairs: int, num_sms: int) -> int:
@@ -214,7 +219,13 @@ def usual_plans(work: Work, gpu: Gpu) -> set[StreamingPlan]:
 
 
 def _plan_of(work: Work, columns: int, num_pairs: int, gpu: Gpu) -> StreamingPlan:
-    """The plan with the least estimated time; no entry has more than `columns` pairs."""
+    """The plan for so many pairs; no entry has more than `columns`."""
+    plan = _fastest(work, columns, num_pairs, gpu)
+    return plan._replace(few=num_pairs <= _FEW_PAIRS)
+
+
+def _fastest(work: Work, columns: int, num_pairs: int, gpu: Gpu) -> StreamingPlan:
+    """The plan with the least estimated time."""
     mean = num_pairs / work.num_experts
     max_mean = next((x for x in _COLUMNS if mean <= x), MAX_MEAN)
     plans = _possible_plans(work, min(columns, _COLUMNS[max_mean]), max_mean, gpu)
