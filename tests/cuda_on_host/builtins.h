@@ -124,6 +124,8 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
+inline void __threadfence(int line = __builtin_LINE()) { cuda_on_host::may_give_way(line); }
+
 inline int atomicAdd(int* to, int x, int line = __builtin_LINE()) {
   cuda_on_host::may_give_way(line);
   const int before = *to;

@@ -3,6 +3,7 @@
 //
 //   GATED      middle[pair, f] = activation(gate_f x[token of pair], up_f x[token of pair]), of the pair's expert
 //   otherwise  out[pair, n] = weight of the pair * (W_n middle[pair] + bias_n)
+//              FEW: and sum[token, n] = sum over a token's pairs of out[pair, n], see last.cuh
 //
 // Bound by memory bandwidth: the weights of the experts that are hit are read once per entry, which has up to 16 of
 // an expert's tokens (`_COLUMNS` in plan.py).
@@ -30,6 +31,7 @@
 //   STAGES, CTAS          items in a ring, CTAs per SM
 
 #include "moe/cuda/few.cuh"
+#include "moe/cuda/last.cuh"
 #include "moe/cuda/stream.cuh"
 #include "moe/cuda/tokens.cuh"
 
@@ -119,6 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
 #if !GATED
   wait_for_previous();
   allow_next();
+#elif FEW
+  clear_tickets(p);
 #endif
 
   int at_entry = -1, turn = 0;
@@ -139,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
     const int tile = tile_of_unit(unit, group);
     if (TILES % GROUPS && tile >= TILES) continue;
     // The warps of a group take turns in writing results.
-    const bool finishes = turn % SPLIT == split;
+    const bool finishes = (unit - begin) % SPLIT == split;
     Vectors vectors;
     if (finishes) vectors.load(p, lists.expert(unit / UNITS), tile);
     float acc[COLUMN_TILES][4] = {};
@@ -148,4 +152,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
     if (finishes) store_tile(p, lists, pairs, count, vectors, acc);
     turn++;
   }
+#if FEW && !GATED
+  const u32 exist = lists.exist();
+  for (int first = begin; first < end; first += 32) {
+    const int unit = first + lane;
+    const bool is_own = unit < end && (unit - begin) % SPLIT == split;
+    sum_last_tiles(p, exist, total / UNITS, is_own ? tile_of_unit(unit, group) : TILES);
+  }
+  if (total == 0) write_zeros(p);
+#endif
 }

@@ -42,6 +42,9 @@ struct FewPairs {
     return __shfl_sync(~0u, expert_of_lane, first_pair(entry));
   }
 
+  // A bit for every pair that has an expert.
+  __device__ __forceinline__ u32 exist() const { return __ballot_sync(~0u, expert_of_lane >= 0); }
+
   // Finds the pairs of `own` entries from `first` on, and all weights if wanted. Called by all threads of the CTA.
   __device__ __forceinline__ void find_own(const Pairs& pairs, int first, int own, bool with_weights) const {
     const int lane = threadIdx.x & 31;

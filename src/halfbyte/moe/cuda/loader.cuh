@@ -28,6 +28,9 @@ struct Params {
   Pairs pairs;
   int parts, bias_dtype, max_entries;
   Activation activation;
+  int* tickets;    // [num_tickets], a tile of the second product each; only for few pairs, as `sum`
+  u16* sum;        // [M, N], of the second product
+  int num_tickets;
   u32 fraction;  // 2^32 / CTAs of the launch, rounded up, but at most 2^32 - 1
 
   __device__ __forceinline__ const u8* tile(int expert, int tile) const {
