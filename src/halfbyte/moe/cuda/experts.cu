@@ -28,6 +28,7 @@
 //   SPLIT, GROUPS         warps of a group, groups of a CTA
 //   PARTS                 of 128 k in an item
 //   FEW                   1 for at most 32 pairs
+//   SINGLE                1 for MXFP4 and entries of one pair, see single.cuh
 //   STAGES, CTAS          items in a ring, CTAs per SM
 
 #include "moe/cuda/few.cuh"
@@ -147,7 +148,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
     Vectors vectors;
     if (finishes) vectors.load(p, lists.expert(unit / UNITS), tile);
     float acc[COLUMN_TILES][4] = {};
+#if SINGLE
+    multiply_single(stream, acc[0], SingleToken(shared, X_OCTETS * 16));
+#else
     stream.multiply_tile(acc, x_at, count);
+#endif
     if (SPLIT > 1) add_group(acc, sums, turn, group, split, finishes);
     if (finishes) store_tile(p, lists, pairs, count, vectors, acc);
     turn++;

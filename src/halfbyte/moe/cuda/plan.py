@@ -145,6 +145,7 @@ class StreamingPlan(NamedTuple):
             ("STAGES", self.stages),
             ("CTAS", self.ctas),
             ("FEW", int(self.few)),
+            ("SINGLE", int(self.is_single(work))),
         )
 
     def shared_bytes(self, work: Work, num_pairs: int, num_sms: int) -> int:
@@ -155,7 +156,12 @@ class StreamingPlan(NamedTuple):
         own = entries // self.grid(work, num_pairs, num_sms) + 2
         lists = 4 * (1 + own * (1 + self.columns) + entries + work.num_experts + 2 * num_pairs)
         rings = warps * self.stages * work.item_bytes(self.parts)
-        return self.columns * work.x_row_bytes + rings + sums + lists
+        zeros = 128 if self.is_single(work) else 0
+        return self.columns * work.x_row_bytes + zeros + rings + sums + lists
+
+    def is_single(self, work: Work) -> bool:
+        """Whether the matmul's columns are blocks of k instead of tokens (`single.cuh`)."""
+        return work.weight_format == "mxfp4" and self.columns == 1 and self.parts == 2
 
     def grid(self, work: Work, num_pairs: int, num_sms: int) -> int:
         """CTAs: as many as can be resident, but no more than there can be work for."""
