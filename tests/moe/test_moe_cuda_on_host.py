@@ -19,7 +19,7 @@ from slow import slow
 
 pytestmark = cuda_on_host.needs_compiler
 
-SMALL_GPU = Gpu(80, 99 * 1024, 3, 0)
+SMALL_GPU = Gpu(90, 99 * 1024, 3, 0)
 
 
 @contextmanager
