@@ -108,20 +108,16 @@ __device__ __forceinline__ void multiply_single(Stream<Tiles>& stream, float* ac
     __syncwarp();
     float scales[4], sums[4] = {};
     token.load_scales(scales, from, !IS_RAGGED || i * PARTS + threadIdx.x % 4 / 2 < PARTS_OF_K);
+    uint4 words[2 * PARTS];  // of each chunk; of a part that the item lacks, not used
 #pragma unroll
-    for (int j = 0; j < PARTS; j++) {
-      const bool is_last = j == PARTS - 1 || (IS_RAGGED && i * PARTS + j == PARTS_OF_K - 1);
-      uint4 words[2];
+    for (int j = 0; j < 2 * PARTS; j++)
+      words[j] = load16(from + (j / 2 + 1) * SCALE_BYTES + j * CHUNK_BYTES + threadIdx.x % 32 * 16);
+    __syncwarp();  // all lanes have read the item
+    stream.loader.step(from);
 #pragma unroll
-      for (int k = 0; k < 2; k++)
-        words[k] = load16(from + j * PART_BYTES + SCALE_BYTES + k * CHUNK_BYTES + threadIdx.x % 32 * 16);
-      if (is_last) {
-        __syncwarp();  // all lanes have read the item
-        stream.loader.step(from);
-      }
-#pragma unroll
-      for (int k = 0; k < 2; k++) token.multiply(sums, words[k], i, 2 * j + k);
-      if (is_last) break;
+    for (int j = 0; j < 2 * PARTS; j++) {
+      if (j == 2 && PARTS_OF_K % PARTS && i == ITEMS - 1) break;
+      token.multiply(sums, words[j], i, j);
     }
 #pragma unroll
     for (int k = 0; k < 4; k++) acc[k] = fmaf(sums[k], scales[k], acc[k]);
