@@ -189,6 +189,21 @@ def test_compiles_without_spills(
     assert stack_bytes(cubin) == 0
 
 
+@pytest.mark.parametrize(
+    ("work", "m", "top_k"),
+    [slow(QWEN[0], 4, 8), (QWEN[1], 4, 8), slow(GPT[0], 1, 4), (GPT[1], 1, 4)],
+)
+def test_kernels_for_few_pairs_compile_without_spills(work: Work, m: int, top_k: int) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    plan = make_plan(work, m, top_k, H200)
+    assert plan.few
+    assert plan.is_single(work) == (work in GPT)
+    macros: dict[str, int | None] = dict(
+        (*launcher.dtype_macros(torch.bfloat16), *plan.macros(work))
+    )
+    assert stack_bytes(compiled("moe/cuda/experts.cu", macros, "sm_90a")) == 0
+
+
 def test_sum_compiles() -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     assert stack_bytes(compiled("moe/cuda/sum.cu", {"X_BF16": 1, "SORTED": 0}, "sm_90a")) == 0
