@@ -64,6 +64,24 @@ inline unsigned __ballot_sync(unsigned mask, bool x, int line = __builtin_LINE()
   return all;
 }
 
+inline unsigned __match_any_sync(unsigned mask, int x, int line = __builtin_LINE()) {
+  if (mask != ~0u) cuda_on_host::refuse("a comparison of some of a warp's lanes");
+  cuda_on_host::bring(x, line);
+  unsigned all = 0;
+  for (int i = 0; i < 32; i++) all |= (*(const int*)cuda_on_host::brought_by(i) == x) * 1u << i;
+  return all;
+}
+
+inline int __reduce_add_sync(unsigned mask, int x, int line = __builtin_LINE()) {
+  if (mask != ~0u) cuda_on_host::refuse("a sum of some of a warp's lanes");
+  cuda_on_host::bring(x, line);
+  int sum = 0;
+  for (int i = 0; i < 32; i++) sum += *(const int*)cuda_on_host::brought_by(i);
+  return sum;
+}
+
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
+
 template <class T>
 T __ldcs(const T* x) {
   return *x;
@@ -105,6 +123,8 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned x, int line = __builti
 inline float __fdividef(float x, float y) { return x / y; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
+inline void __threadfence(int line = __builtin_LINE()) { cuda_on_host::may_give_way(line); }
 
 inline int atomicAdd(int* to, int x, int line = __builtin_LINE()) {
   cuda_on_host::may_give_way(line);

@@ -111,7 +111,7 @@ def test_plans_are_near_the_fastest_of_the_committed_run() -> None:
         works, top_k = LAYERS[case["shape"]]
         plan = make_plan(works[case["product"] == "down"], case["m"], top_k, H200)
         times = case["microseconds"]
-        ratios.append(times[",".join(map(str, plan))] / min(times.values()))
+        ratios.append(times[",".join(map(str, plan[:6]))] / min(times.values()))
     assert len(ratios) == 32
     assert fmean(ratios) < 1.035
     assert max(ratios) < 1.15
@@ -187,6 +187,21 @@ def test_compiles_without_spills(
     macros: dict[str, int | None] = dict((*launcher.dtype_macros(dtype), *plan.macros(work)))
     cubin = compiled("moe/cuda/experts.cu", macros, architecture)
     assert stack_bytes(cubin) == 0
+
+
+@pytest.mark.parametrize(
+    ("work", "m", "top_k"),
+    [slow(QWEN[0], 4, 8), (QWEN[1], 4, 8), slow(GPT[0], 1, 4), (GPT[1], 1, 4)],
+)
+def test_kernels_for_few_pairs_compile_without_spills(work: Work, m: int, top_k: int) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    plan = make_plan(work, m, top_k, H200)
+    assert plan.few
+    assert plan.is_single(work) == (work in GPT)
+    macros: dict[str, int | None] = dict(
+        (*launcher.dtype_macros(torch.bfloat16), *plan.macros(work))
+    )
+    assert stack_bytes(compiled("moe/cuda/experts.cu", macros, "sm_90a")) == 0
 
 
 def test_sum_compiles() -> None:

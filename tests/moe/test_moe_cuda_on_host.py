@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +19,7 @@ from slow import slow
 
 pytestmark = cuda_on_host.needs_compiler
 
-SMALL_GPU = Gpu(80, 99 * 1024, 3, 0)
+SMALL_GPU = Gpu(90, 99 * 1024, 3, 0)
 
 
 @contextmanager
@@ -104,6 +105,25 @@ def test_experts_with_more_tokens_than_a_pass() -> None:
     assert_close_enough(out, hidden, experts, ids, weights)
 
 
+@pytest.mark.parametrize("top_k", [3, slow(1)])
+def test_few_pairs_need_no_lists(top_k: int) -> None:
+    """The same bits as with lists in shared memory. Of 4 columns, an expert with 6 tokens has two
+    entries."""
+
+    def plan_of(few: bool, work: Work, m: int, top_k: int, gpu: Gpu) -> StreamingPlan:
+        return make_plan(work, m, top_k, gpu)._replace(columns=4, few=few)
+
+    experts, hidden = experts_of(KINDS["swiglu"], 5, 96, 64), random_hidden(10, 96, BF16)
+    ids, weights = random_routing(10, top_k, 5)
+    ids[:6, 0], ids[7, 0] = 3, -1
+    outs = []
+    for few in (False, True):
+        with patch.object(launcher, "make_plan", partial(plan_of, few)):
+            outs.append(run(hidden, experts, ids, weights))
+    assert torch.equal(*outs)
+    assert_close_enough(outs[1], hidden, experts, ids, weights)
+
+
 def test_no_tokens() -> None:
     experts = experts_of(KINDS["swiglu"], 5, HIDDEN, INTERMEDIATE)
     out = run(random_hidden(0, HIDDEN, BF16), experts, *random_routing(0, 2, 5))
@@ -162,9 +182,10 @@ def test_block_scales_of_any_size(exponent: int) -> None:
     """MXFP4's scales, also around 2^12, where the bfloat16 operand would overflow."""
     experts = experts_of(KINDS["mxfp4-limited"], 5, HIDDEN, INTERMEDIATE)
     experts.down.scales[:, ::3, 1:] = exponent
-    hidden = random_hidden(5, HIDDEN, BF16)
-    ids, weights = random_routing(5, 2, 5)
-    assert_close_enough(run(hidden, experts, ids, weights), hidden, experts, ids, weights)
+    for m in (5, 1):
+        hidden = random_hidden(m, HIDDEN, BF16)
+        ids, weights = random_routing(m, 2, 5)
+        assert_close_enough(run(hidden, experts, ids, weights), hidden, experts, ids, weights)
 
 
 def test_experts_of_one_cta() -> None:

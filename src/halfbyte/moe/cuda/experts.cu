@@ -3,11 +3,12 @@
 //
 //   GATED      middle[pair, f] = activation(gate_f x[token of pair], up_f x[token of pair]), of the pair's expert
 //   otherwise  out[pair, n] = weight of the pair * (W_n middle[pair] + bias_n)
+//              FEW: and sum[token, n] = sum over a token's pairs of out[pair, n], see last.cuh
 //
 // Bound by memory bandwidth: the weights of the experts that are hit are read once per entry, which has up to 16 of
 // an expert's tokens (`_COLUMNS` in plan.py).
 //
-//   Work       The grid is persistent; every CTA lists the experts that are hit (routing.cuh). A unit is
+//   Work       The grid is persistent; every CTA lists the experts that are hit (routing.cuh, few.cuh). A unit is
 //              GROUPS tiles of 16 rows of one expert's matrix, for the pairs of an entry; a CTA has a range of
 //              consecutive units. A tile is computed by a group of SPLIT warps, which split its k: warp i has items
 //              i, i + SPLIT, ...
@@ -26,10 +27,20 @@
 //   COLUMN_TILES          8 columns each: 1 or 2
 //   SPLIT, GROUPS         warps of a group, groups of a CTA
 //   PARTS                 of 128 k in an item
+//   FEW                   1 for at most 32 pairs
+//   SINGLE                1 for MXFP4 and entries of one pair, see single.cuh
 //   STAGES, CTAS          items in a ring, CTAs per SM
 
+#include "moe/cuda/few.cuh"
+#include "moe/cuda/last.cuh"
 #include "moe/cuda/stream.cuh"
 #include "moe/cuda/tokens.cuh"
+
+#if FEW
+using Lists = FewPairs;
+#else
+using Lists = Routing;
+#endif
 
 #define UNITS ((TILES + GROUPS - 1) / GROUPS)  // of GROUPS tiles
 
@@ -39,11 +50,11 @@ __device__ __forceinline__ int tile_of_unit(int unit, int group) { return unit %
 // A group's tiles of a range of units.
 struct UnitTiles {
   const Params& p;
-  const Routing& routing;
+  const Lists& lists;
   int unit, end, group;
 
-  __device__ __forceinline__ UnitTiles(const Params& p, const Routing& routing, int begin, int end, int group)
-      : p(p), routing(routing), unit(begin), end(end), group(group) {
+  __device__ __forceinline__ UnitTiles(const Params& p, const Lists& lists, int begin, int end, int group)
+      : p(p), lists(lists), unit(begin), end(end), group(group) {
     skip_none();
   }
 
@@ -54,7 +65,7 @@ struct UnitTiles {
   __device__ __forceinline__ bool valid() const { return unit < end; }
 
   __device__ __forceinline__ const u8* begin() const {
-    return p.tile(routing.entry(unit / UNITS).expert, tile_of_unit(unit, group));
+    return p.tile(lists.expert(unit / UNITS), tile_of_unit(unit, group));
   }
 
   __device__ __forceinline__ void advance() {
@@ -64,7 +75,7 @@ struct UnitTiles {
 };
 
 // Writes a tile of the result from its sums: columns 2 t and 2 t + 1 of this lane's rows.
-__device__ __forceinline__ void store_tile(const Params& p, const Routing& routing, const int* pairs, int count,
+__device__ __forceinline__ void store_tile(const Params& p, const Lists& lists, const int* pairs, int count,
                                            const Vectors& v, const float (*sums)[4]) {
   if (!v.exists) return;
   const int lane = threadIdx.x & 31;
@@ -79,7 +90,7 @@ __device__ __forceinline__ void store_tile(const Params& p, const Routing& routi
 #if GATED
       p.out[pair * CHANNELS + v.row] = (u16)pack_pair(p.activation(upper, lower), 0.0f);
 #else
-      const float weight = routing.weights[pair];
+      const float weight = lists.weights[pair];
       p.out[pair * N + v.row] = (u16)pack_pair(upper * weight, 0.0f);
       p.out[pair * N + v.row + 8] = (u16)pack_pair(lower * weight, 0.0f);
 #endif
@@ -95,30 +106,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
   u8* const sums = rings + SPLIT * GROUPS * STAGES * ITEM_BYTES;
   // A CTA's share of the units belongs to at most so many entries.
   const int max_own = p.max_entries / gridDim.x + 2;
-  const Routing routing(p.pairs, p.max_entries, max_own, sums + (SPLIT > 1 ? SPLIT * GROUPS * 2 * SUM_BYTES : 0));
+  Lists lists(p.pairs, p.max_entries, max_own, sums + (SPLIT > 1 ? SPLIT * GROUPS * 2 * SUM_BYTES : 0));
+  lists.clear(p.pairs);
 #if GATED
   // Waits before it lets the second product start: that reads the expert ids, a result of earlier kernels, before it
   // waits itself.
   wait_for_previous();
   allow_next();
 #endif
-  routing.find_entries(p.pairs, !GATED);
-  const int total = *routing.num_entries * UNITS;
-  const int begin = (int)((long long)total * blockIdx.x / gridDim.x);
-  const int end = (int)((long long)total * (blockIdx.x + 1) / gridDim.x);
-  Stream<UnitTiles> stream(p, {p, routing, begin, end, group}, rings + warp * STAGES * ITEM_BYTES, split);
+  const int total = lists.find_entries(p.pairs) * UNITS;
+  const int begin = p.share(total, blockIdx.x), end = p.share(total, blockIdx.x + 1);
+  Stream<UnitTiles> stream(p, {p, lists, begin, end, group}, rings + warp * STAGES * ITEM_BYTES, split);
   const int first_entry = begin / UNITS;
-  routing.find_own(p.pairs, first_entry, begin < end ? (end - 1) / UNITS + 1 - first_entry : 0);
+  lists.find_own(p.pairs, first_entry, begin < end ? (end - 1) / UNITS + 1 - first_entry : 0, !GATED);
 #if !GATED
   wait_for_previous();
   allow_next();
+#elif FEW
+  clear_tickets(p);
 #endif
 
   int at_entry = -1, turn = 0;
   const u8* x_at[COLUMN_TILES];
   for (int unit = begin; unit < end; unit++) {
-    const int own = unit / UNITS - first_entry, count = routing.own_counts[own];
-    const int* const pairs = routing.own_pairs + (own << p.pairs.columns_log2);
+    const int own = unit / UNITS - first_entry, count = lists.own_counts[own];
+    const int* const pairs = lists.own_pairs + (own << p.pairs.columns_log2);
     if (own != at_entry) {
       if (own > 0) __syncthreads();  // the last entry's tokens are no longer read
       load_tokens(shared, p.x, pairs, count, GATED ? p.pairs.top_k : 1);
@@ -132,13 +144,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
     const int tile = tile_of_unit(unit, group);
     if (TILES % GROUPS && tile >= TILES) continue;
     // The warps of a group take turns in writing results.
-    const bool finishes = turn % SPLIT == split;
+    const bool finishes = (unit - begin) % SPLIT == split;
     Vectors vectors;
-    if (finishes) vectors.load(p, routing.entry(unit / UNITS).expert, tile);
+    if (finishes) vectors.load(p, lists.expert(unit / UNITS), tile);
     float acc[COLUMN_TILES][4] = {};
+#if SINGLE
+    multiply_single(stream, acc[0], SingleToken(shared, X_OCTETS * 16));
+#else
     stream.multiply_tile(acc, x_at, count);
+#endif
     if (SPLIT > 1) add_group(acc, sums, turn, group, split, finishes);
-    if (finishes) store_tile(p, routing, pairs, count, vectors, acc);
+    if (finishes) store_tile(p, lists, pairs, count, vectors, acc);
     turn++;
   }
+#if FEW && !GATED
+  const u32 exist = lists.exist();
+  for (int first = begin; first < end; first += 32) {
+    const int unit = first + lane;
+    const bool is_own = unit < end && (unit - begin) % SPLIT == split;
+    sum_last_tiles(p, exist, total / UNITS, is_own ? tile_of_unit(unit, group) : TILES);
+  }
+  if (total == 0) write_zeros(p);
+#endif
 }

@@ -1,9 +1,10 @@
-"""Launches the three CUDA kernels of a MoE layer: gate_up with activation, down, sum."""
+"""Launches the CUDA kernels of a MoE layer: gate_up with activation, down, sum."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from math import inf
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,9 @@ class Params(ctypes.Structure):
         ("pairs", Pairs),
         *((name, ctypes.c_int) for name in ("parts", "bias_dtype", "max_entries")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_offset")),
+        *((name, ctypes.c_void_p) for name in ("tickets", "sum")),
+        ("num_tickets", ctypes.c_int),
+        ("fraction", ctypes.c_uint),
     )
 
 
@@ -58,9 +62,27 @@ def run(
     if m == 0:
         return torch.empty_like(hidden)
     pairs = pairs_of(topk_ids, topk_weights, gate_up.packed.shape[0])
-    middle = _launch(hidden, gate_up, activation, pairs, m)
-    results = _launch(middle, down, None, pairs, m)
-    return sum_results(results, pairs)
+    device, work = hidden.get_device(), work_of(down, None)
+    if not _plan(work, m, pairs.top_k, device).few:
+        middle = _launch(hidden, gate_up, activation, pairs, m)
+        return sum_results(_launch(middle, down, None, pairs, m), pairs)
+    last = _Last(
+        allocate(_memory((work.tiles,), torch.int32), device),
+        allocate(_memory((m, down.n), hidden.dtype), device),
+    )
+    middle = _launch(hidden, gate_up, activation, pairs, m, last)
+    _launch(middle, down, None, pairs, m, last)
+    return last.sum
+
+
+class _Last(NamedTuple):
+    """What the last warp of a tile needs that adds its results (`last.cuh`)."""
+
+    tickets: torch.Tensor
+    sum: torch.Tensor
+
+
+_memory = lru_cache(maxsize=4096)(Memory.contiguous)
 
 
 def _launch(
@@ -69,6 +91,7 @@ def _launch(
     activation: GatedActivation | None,
     pairs: Pairs,
     m: int,
+    last: _Last | None = None,
 ) -> torch.Tensor:
     """`[pairs, N/2]` of the first product, or without activation `[pairs, N]` of the second."""
     device = x.get_device()
@@ -77,20 +100,29 @@ def _launch(
     plan = _plan(work, m, pairs.top_k, device)
     pairs.columns_log2 = plan.columns.bit_length() - 1
     entries = max_entries(pairs.count, work.num_experts, plan.columns)
-    arguments = product_arguments(Params, matrices, activation, max_entries=entries)
+    grid = plan.grid(work, pairs.count, gpu.num_sms)
+    shares = {"max_entries": entries, "fraction": fraction_of(grid)}
+    arguments = product_arguments(Params, matrices, activation, **shares)
     arguments.params.pairs = pairs
     columns = work.n if activation is None else work.n // 2
-    out = allocate(Memory.contiguous((pairs.count, columns), x.dtype), device)
+    out = allocate(_memory((pairs.count, columns), x.dtype), device)
     arguments.bind(weight=matrices.packed, x=x, out=out)
+    if last:
+        arguments.bind(tickets=last.tickets, sum=last.sum)
+        arguments.params.num_tickets = len(last.tickets)
     kernel = _product_kernel(x.dtype, plan.macros(work), gpu.block_bytes, device)
     kernel = kernel._replace(shared_bytes=plan.shared_bytes(work, pairs.count, gpu.num_sms))
-    grid = plan.grid(work, pairs.count, gpu.num_sms)
     nvrtc.launch(
         *(kernel, grid, plan.threads, (arguments.params,)),
         overlap=True,
         ctas_per_sm=plan.ctas,
     )
     return out
+
+
+def fraction_of(grid: int) -> int:
+    """`fraction` of `Params`: what a CTA has of all work, in units of 2^-32."""
+    return min(-(-(2**32) // grid), 2**32 - 1)
 
 
 def product_arguments(

@@ -28,9 +28,19 @@ struct Params {
   Pairs pairs;
   int parts, bias_dtype, max_entries;
   Activation activation;
+  int* tickets;    // [num_tickets], a tile of the second product each; only for few pairs, as `sum`
+  u16* sum;        // [M, N], of the second product
+  int num_tickets;
+  u32 fraction;  // 2^32 / CTAs of the launch, rounded up, but at most 2^32 - 1
 
   __device__ __forceinline__ const u8* tile(int expert, int tile) const {
     return weight + ((u64)expert * TILES + tile) * TILE_BYTES;
+  }
+
+  // The first of `total` that a CTA has; the next CTA's first one is its end. Shares are equal, plus or minus one. No
+  // division, because these instructions stand between the expert ids and the first copies.
+  __device__ __forceinline__ int share(int total, u32 cta) const {
+    return cta == gridDim.x ? total : (int)__umulhi((u32)total, cta * fraction);
   }
 };
 

@@ -1,4 +1,5 @@
-// Which experts are hit, by which pairs. A pair is a token and one of its experts, numbered token * top_k + j.
+// Which experts are hit, by which pairs. A pair is a token and one of its experts, numbered token * top_k + j. For at
+// most 32 pairs see few.cuh.
 //
 // Every CTA finds this out for itself, from all expert ids: with the few pairs of a decode step that takes less time
 // than another kernel. An expert's pairs are cut into chunks of at most `columns`; an expert and one of its chunks is
@@ -36,10 +37,6 @@ struct Pairs {
   __device__ __forceinline__ int expert_of(long long id) const { return id >= 0 && id < num_experts ? (int)id : -1; }
 };
 
-struct Entry {
-  int expert, chunk;
-};
-
 // In shared memory.
 struct Routing {
   int* num_entries;
@@ -60,57 +57,71 @@ struct Routing {
     weights = (float*)(experts + pairs.count);
   }
 
-  // Called by all threads of the CTA.
-  __device__ __forceinline__ void find_entries(const Pairs& pairs, bool with_weights) const {
+  // Called by all threads of the CTA, before find_entries.
+  __device__ __forceinline__ void clear(const Pairs& pairs) const {
+#pragma unroll 1
     for (int i = threadIdx.x; i < pairs.num_experts; i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+  }
+
+  // Called by all threads of the CTA. No copy of weights begins before it ends, so that its latencies count.
+  // Returns how many entries there are.
+  __device__ __forceinline__ int find_entries(const Pairs& pairs) const {
+#pragma unroll 1
     for (int i = threadIdx.x; i < pairs.count; i += blockDim.x) {
-      experts[i] = pairs.expert(i);
-      if (with_weights) weights[i] = number_at(pairs.weights, i, pairs.weights_dtype);
+      const int expert = pairs.expert(i);
+      experts[i] = expert;
+      if (expert >= 0) atomicAdd(counts + expert, 1);
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < pairs.count; i += blockDim.x)
-      if (experts[i] >= 0) atomicAdd(counts + experts[i], 1);
+    for (int first = threadIdx.x & ~31u; first < max(pairs.num_experts, 1); first += blockDim.x)
+      number_entries(pairs, first);
     __syncthreads();
-    if (threadIdx.x < 32) number_entries(pairs);
-    __syncthreads();
+    return *num_entries;
   }
 
-  // Called by one warp.
-  __device__ __forceinline__ void number_entries(const Pairs& pairs) const {
-    const int lane = threadIdx.x & 31;
-    int total = 0;
-    for (int first = 0; first < pairs.num_experts; first += 32) {
-      const int expert = first + lane, count = expert < pairs.num_experts ? counts[expert] : 0;
-      const int chunks = (count + (1 << pairs.columns_log2) - 1) >> pairs.columns_log2;
-      // Most experts have one chunk or none, so that two rounds tell how many entries the lanes below have.
-      int begin = total;
-      for (int chunk = 0;; chunk++) {
-        const u32 more = __ballot_sync(~0u, chunks > chunk);
-        if (!more) break;
-        begin += __popc(more & ((1u << lane) - 1));
-        total += __popc(more);
-      }
-      for (int chunk = 0; chunk < chunks; chunk++) entries[begin + chunk] = expert | chunk << 16;
+  __device__ __forceinline__ int chunks_of(const Pairs& pairs, int expert) const {
+    const int count = expert < pairs.num_experts ? counts[expert] : 0;
+    return (count + (1 << pairs.columns_log2) - 1) >> pairs.columns_log2;
+  }
+
+  // Numbers the entries of 32 experts from `first` on. Called by one warp, which adds up all earlier experts' entries
+  // itself: that takes less time than to wait for other warps.
+  __device__ __forceinline__ void number_entries(const Pairs& pairs, int first) const {
+    const int lane = threadIdx.x & 31, expert = first + lane, chunks = chunks_of(pairs, expert);
+    int earlier = 0;
+    for (int i = lane; i < first; i += 32) earlier += chunks_of(pairs, i);
+    int total = __reduce_add_sync(~0u, earlier), begin = total;
+    // Most experts have one chunk or none, so that two rounds tell how many entries the lanes below have.
+    for (int chunk = 0;; chunk++) {
+      const u32 more = __ballot_sync(~0u, chunks > chunk);
+      if (!more) break;
+      begin += __popc(more & ((1u << lane) - 1));
+      total += __popc(more);
     }
-    if (lane == 0) *num_entries = total;
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++) entries[begin + chunk] = expert | chunk << 16;
+    if (lane == 0 && first + 32 >= pairs.num_experts) *num_entries = total;
   }
 
-  __device__ __forceinline__ Entry entry(int i) const { return {entries[i] & 0xFFFF, entries[i] >> 16}; }
+  __device__ __forceinline__ int expert(int entry) const { return entries[entry] & 0xFFFF; }
 
-  // Finds the pairs of `own` entries from `first` on. Called by all threads of the CTA.
-  __device__ __forceinline__ void find_own(const Pairs& pairs, int first, int own) const {
+  // Finds the pairs of `own` entries from `first` on, and all weights if wanted. Called by all threads of the CTA.
+  __device__ __forceinline__ void find_own(const Pairs& pairs, int first, int own, bool with_weights) const {
+    for (int i = threadIdx.x; with_weights && i < pairs.count; i += blockDim.x)
+      weights[i] = number_at(pairs.weights, i, pairs.weights_dtype);
     for (int i = threadIdx.x / 32; i < own; i += blockDim.x / 32)
-      own_counts[i] = find_pairs(pairs, entry(first + i), own_pairs + (i << pairs.columns_log2));
+      own_counts[i] = find_pairs(pairs, entries[first + i], own_pairs + (i << pairs.columns_log2));
     __syncthreads();
   }
 
   // Finds the pairs of an entry, and returns how many there are. Called by one warp.
-  __device__ __forceinline__ int find_pairs(const Pairs& pairs, const Entry& entry, int* found) const {
+  __device__ __forceinline__ int find_pairs(const Pairs& pairs, int entry, int* found) const {
     const int lane = threadIdx.x & 31, columns = 1 << pairs.columns_log2;
-    int rank = -entry.chunk * columns;  // of the next pair of the expert
+    int rank = -(entry >> 16) * columns;  // of the next pair of the expert
     for (int first = 0; first < pairs.count && rank < columns; first += 32) {
       const int pair = first + lane;
-      const bool own = pair < pairs.count && experts[pair] == entry.expert;
+      const bool own = pair < pairs.count && experts[pair] == (entry & 0xFFFF);
       const u32 owners = __ballot_sync(~0u, own);
       const int own_rank = rank + __popc(owners & ((1u << lane) - 1));
       if (own && own_rank >= 0 && own_rank < columns) found[own_rank] = pair;

@@ -4,6 +4,13 @@
 
 #pragma once
 #include "moe/cuda/loader.cuh"
+#include "moe/cuda/single.cuh"
+
+#if SINGLE
+#define RESULT_SCALE SINGLE_SCALE
+#else
+#define RESULT_SCALE OPERAND_SCALE
+#endif
 
 #define SUM_BYTES (COLUMN_TILES * 512)  // of a warp's sums of a tile
 
@@ -90,6 +97,36 @@ struct Stream {
   }
 };
 
+#if SINGLE
+// The same for one token, whose row of x in shared memory has X_OCTETS.
+template <class Tiles>
+__device__ __forceinline__ void multiply_single(Stream<Tiles>& stream, float* acc, const SingleToken& token) {
+#pragma unroll 1
+  for (int i = stream.loader.split; i < ITEMS; i += SPLIT) {
+    const u32 from = stream.ring + stream.slot * ITEM_BYTES;
+    wait_for_copies<STAGES - 1>();
+    __syncwarp();
+    float scales[4], sums[4] = {};
+    token.load_scales(scales, from, !IS_RAGGED || i * PARTS + threadIdx.x % 4 / 2 < PARTS_OF_K);
+    uint4 words[2 * PARTS];  // of each chunk; of a part that the item lacks, not used
+#pragma unroll
+    for (int j = 0; j < 2 * PARTS; j++)
+      words[j] = load16(from + (j / 2 + 1) * SCALE_BYTES + j * CHUNK_BYTES + threadIdx.x % 32 * 16);
+    __syncwarp();  // all lanes have read the item
+    stream.loader.step(from);
+#pragma unroll
+    for (int j = 0; j < 2 * PARTS; j++) {
+      if (j == 2 && PARTS_OF_K % PARTS && i == ITEMS - 1) break;
+      token.multiply(sums, words[j], i, j);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++) acc[k] = fmaf(sums[k], scales[k], acc[k]);
+    stream.slot = stream.slot == STAGES - 1 ? 0 : stream.slot + 1;
+  }
+  SingleToken::add_blocks(acc);
+}
+#endif
+
 // Waits for all warps of a group.
 __device__ __forceinline__ void wait_for_group(int group) {
   if (SPLIT == 1)
@@ -130,7 +167,7 @@ struct Vectors {
     exists = !GATED || CHANNELS % 64 == 0 || row < CHANNELS;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      scale[i] = OPERAND_SCALE * (p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f);
+      scale[i] = RESULT_SCALE * (p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f);
       const int loaded = !GATED ? row + 8 * i : INTERLEAVED ? 2 * row + i : row + i * CHANNELS;
       bias[i] = p.bias && exists ? number_at(p.bias, (u64)expert * N + loaded, p.bias_dtype) : 0.0f;
     }

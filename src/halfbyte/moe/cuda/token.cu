@@ -69,9 +69,6 @@ struct TokenTiles {
 };
 #endif
 
-// A CTA's share of `total`.
-__device__ __forceinline__ int share(int total, int cta) { return (int)((long long)total * cta / gridDim.x); }
-
 #if GATED
 #define X_ROWS 1
 
@@ -84,8 +81,8 @@ __device__ __forceinline__ void multiply(const Params& p, u8* x, u8* rings, u8* 
   copy_token<THREADS>(x, p.x, threadIdx.x);
   commit_copies();
   const Hits hits(p.pairs);
-  const int total = hits.count * TILES, end = share(total, blockIdx.x + 1);
-  int at = share(total, blockIdx.x) + group;
+  const int total = hits.count * TILES, end = p.share(total, blockIdx.x + 1);
+  int at = p.share(total, blockIdx.x) + group;
   Stream<TokenTiles> stream(p, {p, hits, at, end}, rings + warp * STAGES * ITEM_BYTES, split);
   wait_for_copies<STAGES>();
   __syncthreads();
@@ -128,7 +125,7 @@ __device__ __forceinline__ void multiply(const Params& p, u8* x, u8* rings, u8* 
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int group = warp / SPLIT, split = warp % SPLIT;
   const Hits hits(p.pairs);
-  const int begin = share(TILES, blockIdx.x), end = share(TILES, blockIdx.x + 1);
+  const int begin = p.share(TILES, blockIdx.x), end = p.share(TILES, blockIdx.x + 1);
   Stream<TokenTiles> stream(p, {p, hits, begin, end, group, group}, rings + warp * STAGES * ITEM_BYTES, split);
   const Factors factors(p, hits);
   wait_for_previous();

@@ -8,7 +8,7 @@ import torch
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory, allocate
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
-from halfbyte.moe.cuda.launcher import Params, product_arguments, work_of
+from halfbyte.moe.cuda.launcher import Params, fraction_of, product_arguments, work_of
 from halfbyte.moe.cuda.packed import PackedMatrix
 from halfbyte.moe.cuda.pairs import Pairs, pairs_of
 from halfbyte.moe.cuda.plan import Work
@@ -46,14 +46,16 @@ def _launch(
     work, gpu = work_of(matrices, activation), gpu_of(device)
     plan = make_token_plan(work, pairs.count, gpu)
     assert plan is not None, "the caller looks for plans"
-    arguments = product_arguments(Params, matrices, activation, max_entries=pairs.count)
+    grid = plan.grid(work, pairs.count, gpu.num_sms)
+    shares = {"max_entries": pairs.count, "fraction": fraction_of(grid)}
+    arguments = product_arguments(Params, matrices, activation, **shares)
     arguments.params.pairs = pairs
     out = allocate(Memory.contiguous(shape, x.dtype), device)
     arguments.bind(weight=matrices.packed, x=x, out=out)
     kernel = _kernel(x.dtype, plan, work, device)
     kernel = kernel._replace(shared_bytes=plan.shared_bytes(work, pairs.count))
     nvrtc.launch(
-        *(kernel, plan.grid(work, pairs.count, gpu.num_sms), plan.threads, (arguments.params,)),
+        *(kernel, grid, plan.threads, (arguments.params,)),
         overlap=True,
         ctas_per_sm=ctas_per_sm(work),
     )

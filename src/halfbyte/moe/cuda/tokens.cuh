@@ -10,7 +10,11 @@
 #include "kernels/runtime/copies.cuh"
 
 #define X_OCTETS (PARTS_OF_K * PART_K / 8)  // of 16 bytes, in a row
+#if SINGLE
+#define X_ROW_BYTES (X_OCTETS * 16 + 192)  // with zeros behind, see single.cuh
+#else
 #define X_ROW_BYTES (X_OCTETS * 16 + 64)
+#endif
 #define X_LOADS 4  // in flight, per thread
 
 // The offset of an octet in its row.
@@ -32,6 +36,9 @@ __device__ __forceinline__ void copy_token(u8* to, const u16* row, int thread) {
 // Loads rows pairs[0] / top_k, ... of x; called by all threads, before a barrier. `top_k` is 1 if x has a row per pair.
 __device__ __forceinline__ void load_tokens(u8* to, const u16* x, const int* pairs, int count, int top_k) {
   const int total = count * X_OCTETS;
+#if SINGLE
+  if (threadIdx.x < 12) ((uint4*)to)[X_OCTETS + threadIdx.x] = make_uint4(0, 0, 0, 0);
+#endif
   for (int first = threadIdx.x; first < total; first += THREADS * X_LOADS) {
     uint4 v[X_LOADS];
 #pragma unroll
@@ -44,6 +51,11 @@ __device__ __forceinline__ void load_tokens(u8* to, const u16* x, const int* pai
     for (int i = 0; i < X_LOADS; i++) {
       const int at = first + i * THREADS;
       if (at >= total) break;
+#if SINGLE
+      const u32 factor = 0x6F806F80u;  // 2^96
+      v[i].x = multiply2(v[i].x, factor), v[i].y = multiply2(v[i].y, factor);
+      v[i].z = multiply2(v[i].z, factor), v[i].w = multiply2(v[i].w, factor);
+#endif
       *(uint4*)(to + at / X_OCTETS * X_ROW_BYTES + place_of(at % X_OCTETS)) = v[i];
     }
   }
