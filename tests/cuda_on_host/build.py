@@ -119,13 +119,17 @@ def launch(
 
 @contextmanager
 def overlapping_kernels(
-    capability: int, is_compiled_in: Callable[[str], bool] = lambda macro: True
+    capability: int,
+    is_compiled_in: Callable[[str], bool] = lambda macro: True,
+    ctas_at_once: int = 1,
 ) -> Iterator[None]:
     """Let `nvrtc.load` build for the host and `nvrtc.launch` run there, whose launches overlap.
 
     Args:
         capability: of the GPU that is emulated.
         is_compiled_in: which macros are given to the compiler; each combination takes a run of it.
+        ctas_at_once: that run at the same time, of launches that limit an SM's CTAs because they
+            fill the GPU.
     """
 
     def load(
@@ -145,7 +149,11 @@ def overlapping_kernels(
         ctas_per_sm: int = 0,
     ) -> None:
         assert overlap  # `nvrtc.launch` takes it back before SM90
-        launch(kernel.function, grid, threads, *arguments, shared_bytes=kernel.shared_bytes)
+        launch(
+            *(kernel.function, grid, threads, *arguments),
+            shared_bytes=kernel.shared_bytes,
+            clusters_at_once=ctas_at_once if ctas_per_sm else 1,
+        )
 
     with patch.object(nvrtc, "load", load), patch.object(nvrtc, "launch", run):
         yield

@@ -139,6 +139,11 @@ inline void set_flag(unsigned long long* flag, unsigned long long value, int lin
   *flag = value;
 }
 
+inline void add_to_flag(unsigned long long* flag, unsigned long long value, int line = __builtin_LINE()) {
+  may_give_way(line);
+  *flag += value;
+}
+
 // Polls a flag in memory. If it has not changed since the last poll, the thread yields until its lower
 // half changes.
 inline unsigned long long look_at_flag(const unsigned long long* flag, int line = __builtin_LINE()) {

@@ -35,7 +35,7 @@ def on_host() -> Iterator[None]:
     for cached in caches:
         cached.cache_clear()
     with (
-        cuda_on_host.overlapping_kernels(GPU.compute_capability),
+        cuda_on_host.overlapping_kernels(GPU.compute_capability, ctas_at_once=2 * GPU.num_sms),
         cuda_on_host.tensor_maps_on_host(),
         patch.object(launcher, "gpu_of", lambda device: GPU),
         patch.object(launcher, "allocate", cuda_on_host.allocate),

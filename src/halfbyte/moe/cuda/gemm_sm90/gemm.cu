@@ -129,7 +129,7 @@ struct Worker {
     while (work.next(p)) {
       // Known to be the same for a warp, now that it is needed.
       const Tile tile(make_int2(__shfl_sync(~0u, work.tile.x, 0), __shfl_sync(~0u, work.tile.y, 0)));
-      Vectors vectors(p, tile.expert, first_tile(work.row_pair, rank) + place.tile(), place.lane);
+      Vectors<GATED> vectors(p, tile.expert, first_tile(work.row_pair, rank) + place.tile(), place.lane);
       float sums[VALUES];
       multiply_tile(tile.count, sums);
       vectors.complete();

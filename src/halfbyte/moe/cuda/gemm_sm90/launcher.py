@@ -1,5 +1,5 @@
-"""Launches the four kernels of a MoE layer for many tokens on SM90: sort with a copy of the tokens,
-gate_up with activation, down, sum."""
+"""Launches the kernels of a MoE layer for many tokens on SM90: sort with a copy of the tokens, gate_up
+with activation and down (tiles of 16 tokens: both in one kernel), sum."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +46,7 @@ class _SortParams(ctypes.Structure):
     _fields_ = (
         ("pairs", Pairs),
         *((name, ctypes.c_void_p) for name in ("x", "sorted", "places", "tiles", "num_tiles")),
+        ("written", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("h", "chunks", "tokens")),
     )
 
@@ -62,6 +63,12 @@ class _Params(ctypes.Structure):
     )
 
 
+class _Products(ctypes.Structure):
+    """`Products` of `narrow.cu`."""
+
+    _fields_ = (("gate_up", _Params), ("down", _Params), ("written", ctypes.c_void_p))
+
+
 class _Sorted(NamedTuple):
     """Results of the sort kernel; `[rows, H padded to 128]` and lists."""
 
@@ -69,6 +76,7 @@ class _Sorted(NamedTuple):
     places: torch.Tensor
     tiles: torch.Tensor
     num_tiles: torch.Tensor
+    written: torch.Tensor
     max_tiles: int
 
 
@@ -100,10 +108,13 @@ def run(
     pairs = pairs_of(topk_ids, topk_weights, works[0].num_experts)
     found = _sort(hidden, pairs, tokens, device)
     middle = allocate(_memory((found.x.shape[0], _padded(works[1].k)), hidden.dtype), device)
-    _multiply(found.x, gate_up, activation, works[0], found, tokens, middle)
-    # The tokens are no longer needed: down's results take their place.
+    # Down's results take the place of the tokens, which are no longer needed.
     results = found.x
-    _multiply(middle, down, None, works[1], found, tokens, results)
+    if tokens == NARROW:
+        _multiply_narrow(found, gate_up, down, activation, works, middle)
+    else:
+        _multiply(found.x, gate_up, activation, works[0], found, tokens, middle)
+        _multiply(middle, down, None, works[1], found, tokens, results)
     return sum_results(results, pairs, hidden.shape[1], found.places)
 
 
@@ -111,12 +122,13 @@ def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sort
     h, num_experts = hidden.shape[1], pairs.num_experts
     tiles = max_tiles(pairs.count, num_experts, tokens)
     x = _memory((max_rows(pairs.count, num_experts), _padded(h)), hidden.dtype)
-    lists = allocate(_memory((2 * (tiles + pairs.count) + 1,), torch.int32), device)
+    lists = allocate(_memory((4 * tiles + 2 * pairs.count + 1,), torch.int32), device)
     found = _Sorted(
         allocate(x, device),
-        lists[2 * tiles : -1],
-        lists[: 2 * tiles],
+        lists[4 * tiles : -1],
+        lists[2 * tiles : 4 * tiles],
         lists[-1:],
+        lists[: 2 * tiles],
         tiles,
     )
     arguments = KernelArguments(_SortParams, h=h, chunks=_padded(h) // STEP_K, tokens=tokens)
@@ -127,6 +139,7 @@ def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sort
         places=found.places,
         tiles=found.tiles,
         num_tiles=found.num_tiles,
+        written=found.written,
     )
     grid = min(2 * gpu_of(device).num_sms, -(-pairs.count // (SORT_THREADS // 32)))
     shared_bytes = 8 * num_experts + 4 * -(-pairs.count // grid)
@@ -146,6 +159,60 @@ def _multiply(
 ) -> None:
     """Write the first product, or without activation the second, to `out` `[rows, columns]`."""
     device = x.get_device()
+    arguments = _product(matrices, activation, work, found)
+    kernel, plan = _kernel_of(work, tokens, x.dtype, device)
+    maps = (
+        _map(x.data_ptr(), *x.shape, x.shape[1], x.dtype, tokens // 2, 64, device),
+        _out_map(out, work, device),
+    )
+    clusters = min(
+        plan.ctas * gpu_of(device).num_sms // 2, found.max_tiles * arguments.params.row_pairs
+    )
+    nvrtc.launch(
+        *(kernel, 2 * clusters, _THREADS, (*maps, arguments.params)),
+        overlap=True,
+        ctas_per_sm=plan.ctas,
+    )
+
+
+def _multiply_narrow(
+    found: _Sorted,
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
+    activation: GatedActivation,
+    works: tuple[Work, Work],
+    middle: torch.Tensor,
+) -> None:
+    """Both products, for tiles of `NARROW` tokens; the second takes the place of `found.x`."""
+    x, device = found.x, found.x.get_device()
+    products = [
+        _product(matrices, of, work, found)
+        for matrices, of, work in zip((gate_up, down), (activation, None), works, strict=True)
+    ]
+    params = [product.params for product in products]
+    arguments = KernelArguments(_Products)
+    arguments.params.gate_up, arguments.params.down = params
+    arguments.bind(written=found.written)
+    maps = (
+        _narrow_map(x.data_ptr(), *x.shape, x.dtype, device),
+        _out_map(middle, works[0], device),
+        _narrow_map(middle.data_ptr(), *middle.shape, middle.dtype, device),
+        _out_map(x, works[1], device),
+    )
+    kernel, plan = _kernel_of(works[0], NARROW, x.dtype, device)
+    # No more than are resident at the same time, since they wait for one another.
+    grid = min(
+        plan.ctas * gpu_of(device).num_sms,
+        found.max_tiles * max(product.row_pairs for product in params),
+    )
+    nvrtc.launch(
+        *(kernel, grid, _THREADS, (*maps, arguments.params)), overlap=True, ctas_per_sm=plan.ctas
+    )
+
+
+def _product(
+    matrices: PackedMatrix, activation: GatedActivation | None, work: Work, found: _Sorted
+) -> KernelArguments:
     sizes = {
         "n": work.n,
         "steps": steps(work),
@@ -155,31 +222,7 @@ def _multiply(
     }
     arguments = product_arguments(_Params, matrices, activation, **sizes)
     arguments.bind(weight=matrices.packed, tiles=found.tiles, num_tiles=found.num_tiles)
-    columns = out.shape[1] if work.gated else work.n
-    kernel, plan = _kernel_of(work, tokens, x.dtype, device)
-    maps = (
-        _narrow_map(x.data_ptr(), *x.shape, x.dtype, device)
-        if tokens == NARROW
-        else _map(x.data_ptr(), *x.shape, x.shape[1], x.dtype, tokens // 2, 64, device),
-        _map(
-            out.data_ptr(),
-            out.shape[0],
-            columns,
-            out.shape[1],
-            out.dtype,
-            STRIP,
-            32 if work.gated else 64,
-            device,
-        ),
-    )
-    cluster = 1 if tokens == NARROW else 2
-    resident = plan.ctas * gpu_of(device).num_sms // cluster
-    clusters = min(resident, found.max_tiles * row_pairs(work))
-    nvrtc.launch(
-        *(kernel, cluster * clusters, _THREADS, (*maps, arguments.params)),
-        overlap=True,
-        ctas_per_sm=plan.ctas,
-    )
+    return arguments
 
 
 @lru_cache(maxsize=4096)
@@ -210,6 +253,13 @@ def _map(
         return tensor_map(address, rows, columns, stride, dtype, box_rows, box_columns)
 
 
+def _out_map(out: torch.Tensor, work: Work, device: int) -> TensorMap:
+    """Of a product's results: one copy stores a strip of a warpgroup."""
+    columns = out.shape[1] if work.gated else work.n
+    box = STRIP, 32 if work.gated else 64
+    return _map(out.data_ptr(), out.shape[0], columns, out.shape[1], out.dtype, *box, device)
+
+
 @lru_cache(maxsize=4096)
 def _narrow_map(
     address: int, rows: int, columns: int, dtype: torch.dtype, device: int
@@ -229,7 +279,11 @@ def compile_gemm(
     """Compile every kernel that a layer may need, so that graph capture compiles nothing."""
     block_bytes = gpu_of(device).block_bytes
     works = work_of(gate_up, activation), work_of(down, None)
-    plans = [(work, make_plan(work, tokens, block_bytes)) for tokens in TOKENS for work in works]
+    plans = [
+        (work, make_plan(work, tokens, block_bytes))
+        for tokens in TOKENS
+        for work in (works[:1] if tokens == NARROW else works)
+    ]
 
     def compile_one(item: tuple[Work, MoeGemmPlan]) -> None:
         work, plan = item

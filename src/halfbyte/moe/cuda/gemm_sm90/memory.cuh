@@ -13,14 +13,13 @@
 #define STRIPS (TOKENS / 16)  // of 16 tokens, which are stored at a time
 #define X_BYTES (TOKENS * 128)
 #define WEIGHT_BYTES (CTA_TILES * PART_BYTES)
-#define OUT_ROW_BYTES (GATED ? 64 : 128)      // of a token and a warpgroup
-// Per warpgroup, and in narrow.cu half of the rows; gated, it is written 32 tokens at a time.
-#define OUT_BYTES ((GATED && TOKENS < 32 ? 32 : TOKENS) * OUT_ROW_BYTES)
 #if TOKENS > 16
+#define OUT_BYTES (TOKENS * (GATED ? 64 : 128))  // of a warpgroup
 #define OFF_OUT (STAGES * X_BYTES)
 #define OFF_WEIGHT (OFF_OUT + GROUPS * OUT_BYTES)
 #define OFF_BARRIERS (OFF_WEIGHT + WEIGHT_SLOTS * WEIGHT_BYTES)
 #else
+#define OUT_BYTES 2048  // of a warpgroup and half of the rows: 16 tokens, or gated 32, which are written at a time
 #define SLOT_BYTES (2 * WEIGHT_BYTES + 2 * X_BYTES)  // a step of W and of x
 #define OFF_OUT (WEIGHT_SLOTS * SLOT_BYTES)
 #define OFF_BARRIERS (OFF_OUT + 2 * GROUPS * OUT_BYTES)

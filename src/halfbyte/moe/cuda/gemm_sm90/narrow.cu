@@ -1,4 +1,4 @@
-// gemm.cu for tiles of 16 tokens: the same products, tiles and output, by `mma.sync` instead of `wgmma`.
+// Both products of gemm.cu for tiles of 16 tokens, in one kernel, by `mma.sync` instead of `wgmma`.
 //
 // For `wgmma`, the warps of a warpgroup wait for one another and for all matmuls of half a step. Here a warp waits for
 // memory alone, and takes a quarter less instructions.
@@ -7,8 +7,11 @@
 //              of 16 rows, 128 rows apart, that share what it loads of x. Of at most 8 tokens it computes 8 columns.
 //   Loads      by one thread each for the halves of W, in parts of 16 rows x 128 k, and for x. All of a step goes to
 //              one slot of the only ring.
+//   Products   A CTA goes on to tiles of down as soon as its tiles of gate_up are done, so that weights are read
+//              without a pause. Only x of down waits for the other CTAs, all of which are resident: until all rows of
+//              the tile's `middle` are in memory.
 //
-// Macros: as in gemm.cu, with TOKENS 16; STAGES is 2 WEIGHT_SLOTS
+// Macros: as in gemm.cu, with TOKENS 16 and without GATED; STAGES is 2 WEIGHT_SLOTS
 
 #include "moe/cuda/gemm_sm90/store.cuh"
 
@@ -16,16 +19,48 @@
 #define OCTET_BYTES 2048      // of x: 8 tokens x 128 k, as two boxes of 64 k with 128-byte swizzle
 #define LOADERS 3             // threads
 
+struct Products {
+  Params gate_up, down;
+  u64* written;  // see Written
+};
+
+// Of every tile, how many pieces of `middle` are in memory: two of each pair of tiles of rows. The sort kernel clears
+// them. Tiles of 16 tokens begin at multiples of 16, so that their rows number them.
+struct Written {
+  u64* pieces;
+
+  // Says that this thread's last stores are in memory.
+  __device__ __forceinline__ void say(int tile) const {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(pieces + tile), "l"(1ull) : "memory");
+  }
+
+  // Before this thread loads them by TMA.
+  __device__ __forceinline__ void wait(int tile, u64 all) const {
+    u64 found;
+    do {
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(pieces + tile) : "memory");
+    } while (found != all);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+  }
+};
+
+// The first work of down for this CTA: those of its CTAs that have less work of gate_up come first.
+__device__ __forceinline__ int first_of_down(const Products& p) {
+  const int last = __ldcg(p.gate_up.num_tiles) * p.gate_up.row_pairs % gridDim.x;
+  return blockIdx.x - last + ((int)blockIdx.x < last ? gridDim.x : 0);
+}
+
 struct Loader {
-  const Params& p;
+  const Products& all;
   u32 shared;
   SlotBarriers barriers;
   int zero;  // see Work
+  SlotState at;
 
   // A half of the rows, CTA_TILES tiles.
-  __device__ __forceinline__ void load_weights(int half) const {
-    Work work(p, zero);
-    SlotState at;
+  __device__ __forceinline__ void load_weights(const Params& p, int first_work, int half) {
+    Work work(p, zero, first_work);
     while (work.next(p)) {
       const int first = first_tile(work.row_pair, half), tiles = min(max(p.matrix_tiles - first, 0), CTA_TILES);
       const u8* from = p.weight + ((u64)Tile(work.tile).expert * p.matrix_tiles + first) * p.tile_bytes;
@@ -49,11 +84,12 @@ struct Loader {
     }
   }
 
-  __device__ __forceinline__ void load_x(const TensorMap* map) const {
-    Work work(p, zero);
-    SlotState at;
+  template <bool IS_GATED>
+  __device__ __forceinline__ void load_x(const Params& p, int first_work, const TensorMap* map) {
+    Work work(p, zero, first_work);
     while (work.next(p)) {
       const Tile tile(work.tile);
+      if (!IS_GATED) Written{all.written}.wait(tile.first / 16, 2 * all.gate_up.row_pairs);
       const int octets = tile.count > 8 ? 2 : 1;
 #pragma unroll 1
       for (int step = 0; step < p.steps; step++, at.next()) {
@@ -66,6 +102,16 @@ struct Loader {
         if (octets == 2) copy_boxes(to + OCTET_BYTES, map, tile.first + 8, 2 * step, barrier);
       }
     }
+  }
+
+  __device__ __forceinline__ void load_all_weights(int half) {
+    load_weights(all.gate_up, blockIdx.x, half);
+    load_weights(all.down, first_of_down(all), half);
+  }
+
+  __device__ __forceinline__ void load_all_x(const TensorMap* x_map, const TensorMap* middle_map) {
+    load_x<true>(all.gate_up, blockIdx.x, x_map);
+    load_x<false>(all.down, first_of_down(all), middle_map);
     // Not before the last matmul: otherwise all CTAs of the next kernel would start on the few SMs whose CTAs
     // have ended.
 #pragma unroll 1
@@ -76,7 +122,7 @@ struct Loader {
 
 // A worker's part of all tiles.
 struct Worker {
-  const Params& p;
+  const Products& all;
   u32 shared;
   SlotBarriers barriers;
   Place place;
@@ -84,8 +130,8 @@ struct Worker {
   u32 weights, lane_scale, x, exponent;
   SlotState slot;
 
-  __device__ __forceinline__ Worker(const Params& p, u32 shared, const SlotBarriers& barriers, int zero)
-      : p(p), shared(shared), barriers(barriers), zero(zero) {
+  __device__ __forceinline__ Worker(const Products& all, u32 shared, const SlotBarriers& barriers, int zero)
+      : all(all), shared(shared), barriers(barriers), zero(zero) {
     const u32 tile = shared + place.tile() * PART_BYTES;
     weights = tile + SCALE_BYTES + place.lane * 16;
     lane_scale = tile + scale_offset(place.lane);
@@ -145,9 +191,9 @@ struct Worker {
   }
 
   template <int OCTETS>
-  __device__ __forceinline__ void multiply_tile(float (*sums)[8]) {
+  __device__ __forceinline__ void multiply_tile(float (*sums)[8], int steps) {
 #pragma unroll 1
-    for (int step = 0; step < p.steps; step++) {
+    for (int step = 0; step < steps; step++) {
       barrier_wait(barriers.full + 8 * slot.stage, slot.parity);
       Scales scales[TILES];
 #pragma unroll
@@ -166,34 +212,50 @@ struct Worker {
     }
   }
 
-  __device__ __forceinline__ void multiply_tiles(const TensorMap* out_map) {
-    Work work(p, zero);
+  template <bool IS_GATED>
+  __device__ __forceinline__ void multiply_tiles(const Params& p, int first_work, const TensorMap* out_map) {
+    Work work(p, zero, first_work);
+    const Written written{all.written};
+    const bool stores = threadIdx.x % 128 == 0;
+    int last = -1;  // tile that this thread has stored, but not said so
     while (work.next(p)) {
       // Known to be the same for a warp, now that it is needed.
       const Tile tile(make_int2(__shfl_sync(~0u, work.tile.x, 0), __shfl_sync(~0u, work.tile.y, 0)));
-      Vectors vectors[TILES] = {{p, tile.expert, first_tile(work.row_pair, 0) + place.tile(), place.lane},
-                                {p, tile.expert, first_tile(work.row_pair, 1) + place.tile(), place.lane}};
+      Vectors<IS_GATED> vectors[TILES] = {
+          {p, tile.expert, first_tile(work.row_pair, 0) + place.tile(), place.lane},
+          {p, tile.expert, first_tile(work.row_pair, 1) + place.tile(), place.lane}};
       float sums[TILES][8] = {};
       if (tile.count > 8)
-        multiply_tile<2>(sums);
+        multiply_tile<2>(sums, p.steps);
       else
-        multiply_tile<1>(sums);
+        multiply_tile<1>(sums, p.steps);
 #pragma unroll
       for (int half = 0; half < TILES; half++) vectors[half].complete();
+      // A tile later than they were stored: nobody waits yet.
+      if (IS_GATED && last >= 0) written.say(last);
       wait_for_strips(place.group);
 #pragma unroll
       for (int half = 0; half < TILES; half++) {
         const u32 from = shared + half * GROUPS * OUT_BYTES;
         store(p, tile, work.row_pair, half, vectors[half], place, out_map, from, sums[half]);
       }
+      if (stores) last = tile.first / 16;
     }
+    // Before this CTA's first tile of down, which may wait for it.
+    if (IS_GATED && last >= 0) written.say(last);
+  }
+
+  __device__ __forceinline__ void multiply_all(const TensorMap* middle_map, const TensorMap* out_map) {
+    multiply_tiles<true>(all.gate_up, blockIdx.x, middle_map);
+    multiply_tiles<false>(all.down, first_of_down(all), out_map);
     wait_for_stores();
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
-    moe_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map,
-             const __grid_constant__ Params p) {
+    moe_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap middle_out_map,
+             const __grid_constant__ TensorMap middle_map, const __grid_constant__ TensorMap out_map,
+             const __grid_constant__ Products p) {
   extern __shared__ __align__(1024) u8 shared[];  // period of the swizzle
   const u32 base = shared_address(shared);
   const SlotBarriers barriers(base);
@@ -206,23 +268,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     fence_barrier_init();
   }
   if (threadIdx.x == 32) prefetch_map(&x_map);
-  if (threadIdx.x == 128) prefetch_map(&out_map);
+  if (threadIdx.x == 64) prefetch_map(&middle_map);
+  if (threadIdx.x == 128) prefetch_map(&middle_out_map);
+  if (threadIdx.x == 160) prefetch_map(&out_map);
   __syncthreads();
-  // The sort kernel lists the tiles. gate_up must wait for it here; it has ended before down starts.
-  if (GATED) wait_for_previous();
-  const int zero = hidden_zero(p);
+  wait_for_previous();  // the sort kernel, which lists the tiles
+  const int zero = hidden_zero(p.gate_up);
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-    const Loader loader{p, base, barriers, zero};
+    Loader loader{p, base, barriers, zero};
     if (warp < 2) {
-      if (elect_one()) loader.load_weights(warp);
+      if (elect_one()) loader.load_all_weights(warp);
     } else if (warp == 2) {
-      if (!GATED) wait_for_previous();
-      if (elect_one()) loader.load_x(&x_map);
+      if (elect_one()) loader.load_all_x(&x_map, &middle_map);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
-    if (!GATED) wait_for_previous();
-    Worker(p, base, barriers, zero).multiply_tiles(&out_map);
+    Worker(p, base, barriers, zero).multiply_all(&middle_out_map, &out_map);
   }
 }

@@ -17,6 +17,7 @@ struct Params {
   int2* places;    // [count]: row of a pair in `sorted`, -1 for pairs without an expert; bits of its weight
   int2* tiles;     // see Tile in work.cuh
   int* num_tiles;
+  u64* written;    // [tiles], cleared; see narrow.cu
   int h, chunks;   // a multiple of 32; of 128 values
   int tokens;      // of a tile
 };
@@ -72,9 +73,11 @@ __device__ __forceinline__ void place_experts(const Params& p, const Counts& cou
     const int rows_end = position + sum_of_lanes(rows), tiles_end = num_tiles + sum_of_lanes(tiles);
     if (exists) counts.from[expert] = rows_end - rows + counts.before[expert];
     if (blockIdx.x == 0)
-      for (int i = 0; i < tiles; i++)
+      for (int i = 0; i < tiles; i++) {
         p.tiles[tiles_end - tiles + i] =
             make_int2(rows_end - rows + i * p.tokens, expert << 16 | min(p.tokens, count - i * p.tokens));
+        p.written[tiles_end - tiles + i] = 0;
+      }
     position = __shfl_sync(~0u, rows_end, 31);
     num_tiles = __shfl_sync(~0u, tiles_end, 31);
   }

@@ -18,6 +18,7 @@ struct Place {
 };
 
 // What the results of two rows of W, g and g + 8 of a tile, need besides sums, loaded before the sums are there.
+template <bool IS_GATED>
 struct Vectors {
   float scale[2], bias[2];
   bool exists;  // gated: whether the channel exists
@@ -27,11 +28,8 @@ struct Vectors {
     exists = channel < p.n / 2;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-#if GATED
-      const int row = exists ? INTERLEAVED ? 2 * channel + i : channel + i * (p.n / 2) : p.n;
-#else
-      const int row = tile * 16 + lane / 4 + 8 * i;
-#endif
+      int row = tile * 16 + lane / 4 + 8 * i;
+      if (IS_GATED) row = exists ? INTERLEAVED ? 2 * channel + i : channel + i * (p.n / 2) : p.n;
       scale[i] = p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f;
       bias[i] = p.bias && row < p.n ? number_at(p.bias, (u64)expert * p.n + row, p.bias_dtype) : 0.0f;
     }
@@ -50,12 +48,10 @@ __device__ __forceinline__ void wait_for_strips(int group) {
   group_sync(group);
 }
 
-// Writes strips of the output. Of every 8 tokens a thread has 2c, 2c + 1.
-__device__ __forceinline__ void store(const Params& p, const Tile& tile, int row_pair, int rank, const Vectors& v,
-                                      const Place& place, const TensorMap* map, u32 shared, const float* sums) {
-  const int lane = place.lane, strips = (tile.count + 15) / 16;
-  const u32 out = shared + OFF_OUT + place.group * OUT_BYTES;
-#if GATED
+// Writes strips of `middle` to shared memory, at `out`. Of every 8 tokens a thread has 2c, 2c + 1.
+__device__ __forceinline__ void write_strips(const Params& p, int strips, const Vectors<true>& v, const Place& place,
+                                             u32 out, const float* sums) {
+  const int lane = place.lane;
   // A token has 32 channels, 64 bytes, swizzled. `stmatrix` stores the warp's 8 channels of 32 tokens, as four matrices
   // of 8 tokens; each lane gives the address for one token.
   const u32 address = out + lane * 64 + ((place.warp ^ lane / 2 % 4) * 16);
@@ -74,8 +70,14 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, int row
         results[i] = p.activation(fmaf(d[i], v.scale[0], v.bias[0]), fmaf(d[2 + i], v.scale[1], v.bias[1]));
       if (v.exists) pairs[j] = pack_pair(results[0], results[1]);
     }
-    const u32 to = address + strip * (16 * 64);
-#else
+    stmatrix4_trans(address + strip * (16 * 64), pairs);
+  }
+}
+
+// Writes strips of the second product.
+__device__ __forceinline__ void write_strips(const Params&, int strips, const Vectors<false>& v, const Place& place,
+                                             u32 out, const float* sums) {
+  const int lane = place.lane;
   // A token has 64 rows of W, 128 bytes, swizzled. `stmatrix` stores the warp's 16 rows of 16 tokens, as four matrices: 8
   // tokens x 8 rows, the same tokens x 8 more rows, and both for 8 more tokens. Lanes give the addresses in this order.
   const u32 token = (lane & 7) + (lane >> 4) * 8, chunk = 2 * place.warp + (lane >> 3 & 1);
@@ -89,17 +91,25 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, int row
     for (int j = 0; j < 4; j++)
       pairs[j] = pack_pair(fmaf(d[2 * j], v.scale[j & 1], v.bias[j & 1]),
                            fmaf(d[2 * j + 1], v.scale[j & 1], v.bias[j & 1]));
-    const u32 to = address + strip * (16 * 128);
-#endif
-    stmatrix4_trans(to, pairs);
+    stmatrix4_trans(address + strip * (16 * 128), pairs);
   }
+}
+
+// Writes strips to the output.
+template <bool IS_GATED>
+__device__ __forceinline__ void store(const Params& p, const Tile& tile, int row_pair, int rank,
+                                      const Vectors<IS_GATED>& v, const Place& place, const TensorMap* map, u32 shared,
+                                      const float* sums) {
+  const int strips = (tile.count + 15) / 16;
+  const u32 out = shared + OFF_OUT + place.group * OUT_BYTES;
+  write_strips(p, strips, v, place, out, sums);
   fence_async_proxy();
   group_sync(place.group);
   const int strip = threadIdx.x % 128;
   if (strip < strips) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
-                 "r"((2 * row_pair + rank) * (GATED ? 64 : ROWS) + place.group * (GATED ? 32 : 64)),
-                 "r"(tile.first + strip * 16), "r"(out + strip * (16 * OUT_ROW_BYTES))
+                 "r"((2 * row_pair + rank) * (IS_GATED ? 64 : ROWS) + place.group * (IS_GATED ? 32 : 64)),
+                 "r"(tile.first + strip * 16), "r"(out + strip * (16 * (IS_GATED ? 64 : 128)))
                  : "memory");
     asm volatile("cp.async.bulk.commit_group;");
   }
