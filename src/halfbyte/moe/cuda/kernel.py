@@ -33,10 +33,10 @@ from halfbyte.moe.cuda.token_plan import is_faster_for_a_token, make_token_plan
 from halfbyte.moe.experts import GatedActivation, PackedExperts, WeightFormat
 from halfbyte.moe.triton import TritonKernel
 
-_MAX_MEAN_BESIDE_GEMM: dict[WeightFormat, int] = {"nvfp4": 6, "mxfp4": 8}
+_MAX_MEAN_BESIDE_GEMM: dict[WeightFormat, float] = {"nvfp4": 4.5, "mxfp4": 8}
 """Max mean of tokens per expert for which `experts.cu` runs on SM90. On an H200 a layer of
-Qwen3-30B-A3B with a mean of 6 and 8 takes 117 and 129 µs (`gemm.cu` 120 and 121), one of
-GPT-OSS-20B 140 and 148 (164 and 164): `benchmarks/results/moe_gemm_packed.json`."""
+Qwen3-30B-A3B with a mean of 4 and 6 takes 95 and 110 µs (the GEMM 100 and 104), one of GPT-OSS-20B
+with 8 142 (155): `benchmarks/results/moe_narrow_variants.json`."""
 
 
 @linear_op("nvfp4_moe_cuda")
