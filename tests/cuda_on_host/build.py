@@ -149,11 +149,10 @@ def overlapping_kernels(
         ctas_per_sm: int = 0,
     ) -> None:
         assert overlap  # `nvrtc.launch` takes it back before SM90
-        launch(
-            *(kernel.function, grid, threads, *arguments),
-            shared_bytes=kernel.shared_bytes,
-            clusters_at_once=ctas_at_once if ctas_per_sm else 1,
-        )
+        at_once = ctas_at_once if ctas_per_sm else 1
+        size = kernel.shared_bytes
+        function = kernel.function
+        launch(function, grid, threads, *arguments, shared_bytes=size, clusters_at_once=at_once)
 
     with patch.object(nvrtc, "load", load), patch.object(nvrtc, "launch", run):
         yield

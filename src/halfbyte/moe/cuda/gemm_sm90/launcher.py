@@ -1,5 +1,5 @@
-"""Launches the kernels of a MoE layer for many tokens on SM90: sort with a copy of the tokens, gate_up
-with activation and down (tiles of 16 tokens: both in one kernel), sum."""
+"""Launches the kernels of a MoE layer for many tokens on SM90: sort with a copy of the tokens,
+gate_up with activation and down (tiles of 16 tokens: both in one kernel), sum."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
