@@ -97,10 +97,10 @@ def test_more_tokens_per_expert_make_larger_tiles() -> None:
 @pytest.mark.parametrize(
     ("name", "m", "fastest"),
     [
-        *(("qwen", m, 16) for m in (64, 96, 128)),
-        *(("qwen", m, 32) for m in (192, 256)),
-        ("gpt", 64, 16),
-        *(("gpt", m, 32) for m in (96, 128, 192)),
+        *(("qwen", m, 16) for m in (64, 96, 128, 160, 192)),
+        *(("qwen", m, 32) for m in (256, 384)),
+        *(("gpt", m, 16) for m in (64, 80, 96)),
+        *(("gpt", m, 32) for m in (112, 128, 192)),
         ("gpt", 256, 64),
     ],
 )
