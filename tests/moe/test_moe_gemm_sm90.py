@@ -145,9 +145,9 @@ def test_the_number_of_pairs_selects() -> None:
             assert variant(1, 4, GPT, 0) == "streaming"
             assert variant(1, 4, QWEN, 0) == "token"
             assert variant(1, 32, QWEN, 0) == "streaming"
-            assert variant(96, 8, QWEN, 0) == "streaming"
+            assert variant(72, 8, QWEN, 0) == "streaming"
             assert variant(64, 4, GPT, 0) == "streaming"
-            assert variant(97, 8, QWEN, 0) == ("gemm" if gpu is H200 else "streaming")
+            assert variant(73, 8, QWEN, 0) == ("gemm" if gpu is H200 else "streaming")
             assert variant(65, 4, GPT, 0) == many
             assert variant(128, 8, QWEN, 0) == ("gemm" if gpu is H200 else "streaming")
             assert variant(129, 8, QWEN, 0) == many

@@ -6,10 +6,11 @@ import torch
 from torch.nn.functional import linear
 
 from halfbyte.dispatch import is_installed
+from halfbyte.linear.tensors import matrix_of
 
 
 class Routing(NamedTuple):
-    """Experts of tokens, the most probable first; of equally probable ones the lower number."""
+    """Experts of tokens, that with the largest logit first."""
 
     weights: torch.Tensor
     """float32 `[M, top_k]`."""
@@ -28,9 +29,10 @@ def route(
 ) -> Routing:
     """The softmax router of Qwen-MoE, Mixtral and GPT-OSS.
 
-    Logits are rounded to the dtype of `x`, as by the models' linear layers; the softmax is in
-    float32. From SM90 up to `moe.cuda.router.MAX_TOKENS` tokens take one kernel: a token's bits
-    do not depend on the others, but more than that take PyTorch's operators.
+    Experts with the largest logits are chosen, of equal ones the lower number. Logits are rounded
+    to the dtype of `x`, as by the models' linear layers; the softmax is in float32. From SM90 up
+    to `moe.cuda.router.MAX_TOKENS` tokens take one kernel: a token's bits do not depend on the
+    others, but more than that take PyTorch's operators.
 
     Args:
         x: floating point `[M, H]`.
@@ -47,10 +49,8 @@ def route(
     if fits_kernel(x, gate, top_k):
         from halfbyte.moe.cuda.router import route_few
 
-        optional = (None if t is None else t.contiguous() for t in (bias, padding))
-        bias, padding = optional
-        x, gate = x.contiguous(), gate.contiguous()
-        return Routing(*route_few(x, gate, top_k, bias, renormalize, padding))
+        bias, padding = (None if t is None else t.contiguous() for t in (bias, padding))
+        return Routing(*route_few(matrix_of(x), gate, top_k, bias, renormalize, padding))
     return route_reference(x, gate, top_k, bias=bias, renormalize=renormalize, padding=padding)
 
 
@@ -65,11 +65,11 @@ def route_reference(
 ) -> Routing:
     """`route` by PyTorch's operators."""
     logits = linear(x, gate, bias).float()
-    probabilities, ids = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-    weights = probabilities[:, :top_k]
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = logits.softmax(dim=-1).gather(1, ids)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    ids = ids[:, :top_k].int()
+    ids = ids.int()
     if padding is not None:
         weights = weights.masked_fill(padding[:, None], 0)
         ids = ids.masked_fill(padding[:, None], -1)
@@ -77,8 +77,11 @@ def route_reference(
 
 
 def fits_kernel(x: torch.Tensor, gate: torch.Tensor, top_k: int) -> bool:
-    """Whether `router.cu` takes a call."""
+    """Whether `router.cu` takes a call. It reads the gate before the launch in front has ended, so
+    that must not be a copy of the gate."""
     if not x.is_cuda or not is_installed("cuda.bindings"):
+        return False
+    if not gate.is_contiguous() or gate.data_ptr() % 16:
         return False
     # Here: the import needs NVRTC's bindings.
     from halfbyte.moe.cuda.router import MAX_TOKENS, RouterShape, runs_on

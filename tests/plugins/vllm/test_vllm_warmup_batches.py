@@ -6,6 +6,7 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,10 @@ from halfbyte.attention.prefill.plan import (
     key_blocks,
 )
 from halfbyte.kvcache.recent import packed_part
+from halfbyte.kvcache.recent_step import may_write_first
+from halfbyte.kvcache.store.cuda import store
+from halfbyte.kvcache.store.cuda.variant import StoreVariant
+from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 from halfbyte.plugins.vllm.warmup import _BATCHES, Tokens, batches
 
@@ -231,6 +236,56 @@ def test_batches_store_as_many_tokens_as_a_step_can_have(max_model_len: int) -> 
     assert 8192 - 1000 < most <= 8192
 
 
+def store_variant(tokens: int, ring: bool, heads: int, accurate: bool) -> StoreVariant:
+    """Of a step with a recipe, on a GPU with 132 SMs as on an H200."""
+    layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, heads, 16)
+    weights = torch.ones(heads, 128)
+    feedback = torch.ones(heads, 128, 128) if accurate else None
+    transform = KVTransform(True, 0, k_weights=weights, v_weights=weights, feedback=feedback)
+    few = store._blocks(layout, tokens) < store._BLOCKS_PER_SM * 132
+    by = store._unit(transform, tokens * heads, 0, few)
+    dtype = torch.bfloat16
+    variant = StoreVariant(dtype, dtype, None, True, 0, True, True, by, ring, True, few)
+    return variant._replace(left_out=store._leaves_out(variant, layout, tokens, 0))
+
+
+@pytest.mark.parametrize("accurate", [False, True])
+@pytest.mark.parametrize("heads", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("max_model_len", "max_tokens", "max_seqs"),
+    [(10000, 8192, 256), (40960, 16384, 256), (16384, 16384, 1), (4096, 8192, 2), (1000, 2048, 64)],
+)
+def test_batches_have_all_kernels_that_store(
+    monkeypatch: pytest.MonkeyPatch,
+    max_model_len: int,
+    max_tokens: int,
+    max_seqs: int,
+    heads: int,
+    accurate: bool,
+) -> None:
+    """Prompts without earlier tokens write their rings in the store's launch, others do not."""
+    monkeypatch.setattr(store, "num_sms", lambda device: 132)
+    monkeypatch.setattr(store, "shared_bytes_of_sm", lambda device: 228 * 1024)
+    recent = 64
+    config = engine(max_model_len, max_tokens, max_seqs)
+    warm = set()
+    for batch in batches(config, 16, 10**6, 4):
+        starts, counts = np.array([(x.cached, x.new) for x in batch]).T
+        ring = may_write_first(starts, counts, recent, recent)
+        warm.add(store_variant(sum(counts), ring, heads, accurate))
+    reached = set()
+    for tokens in range(1, max_tokens + 1):
+        if tokens <= max_seqs * max_model_len:
+            reached.add(store_variant(tokens, True, heads, accurate))
+        if 1 < tokens <= max_seqs * (max_model_len - 16):
+            reached.add(store_variant(tokens, False, heads, accurate))
+    assert reached <= warm
+
+
+def test_engines_with_room_for_one_token() -> None:
+    assert list(batches(engine(1, 16, 4), 16, 100, 4))
+
+
 @pytest.mark.parametrize("recent", [0, 64])
 def test_batches_have_a_padded_prompt_without_cached_tokens(recent: int) -> None:
     """Its result is copied, that of one that fits a size is not."""
@@ -275,19 +330,19 @@ def test_batches_split_keys_and_do_not(num_sms: int, kv_heads: int, group: int) 
 
 def engine_batches(max_model_len: int, max_new: int = 8192, group: int = 4) -> list[list[Tokens]]:
     """Of an engine with vLLM's defaults and 2 million tokens."""
-    config = SimpleNamespace(
+    return list(batches(engine(max_model_len, max_new), 16, 2**17, group))
+
+
+def engine(max_model_len: int, max_new: int, max_seqs: int = 256) -> Any:
+    """Limits of vLLM's configuration."""
+    return SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=max_model_len),
-        scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=max_new),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_seqs, max_num_batched_tokens=max_new),
     )
-    return list(batches(config, 16, 2**17, group))
 
 
 def test_batches_are_cut_to_the_engine_s_limits() -> None:
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=300),
-        scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=100),
-    )
-    found = list(batches(config, 16, 30, 4))
+    found = list(batches(engine(300, 100, 2), 16, 30, 4))
     assert [Tokens(100, 200)] in found
     assert len({tuple(batch) for batch in found}) == len(found)
     for batch in found:

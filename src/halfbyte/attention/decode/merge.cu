@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(128) merge_8(MergeParams p) { merge
 extern "C" __global__ void __launch_bounds__(128) merge_32(MergeParams p) { merge_slice<32>(p); }
 
 // For rows with many parts: a CTA has 32 dims of a row and merges THREADS parts per round, in eight steps. AHEAD: a
-// round's loads are issued in the round before, for rows with a few parts more than fit in one.
+// round's loads are issued in the round before. Chosen where rows may have a few parts more than fit in one.
 #define STEPS 8
 template <int THREADS, bool AHEAD = false>
 __device__ __forceinline__ void merge_row(const MergeParams& p) {

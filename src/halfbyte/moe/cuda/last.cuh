@@ -36,8 +36,8 @@ __device__ __forceinline__ void sum_tile(const Params& p, u32 exist, int tile) {
   }
 }
 
-// Called by all warps when they have written their tiles: `tile` is one that lane's warp wrote, or TILES or more. Tickets count a tile's
-// entries; the first product has made them 0.
+// Called by all lanes of all warps, when the warp's tiles are written. Each lane passes another one of these tiles; TILES
+// or more for none. Tickets count a tile's entries; the first product has made them 0.
 __device__ __forceinline__ void sum_last_tiles(const Params& p, u32 exist, int entries, int tile) {
   __syncwarp();
   __threadfence();
@@ -45,6 +45,7 @@ __device__ __forceinline__ void sum_last_tiles(const Params& p, u32 exist, int e
   u32 lasts = __ballot_sync(~0u, is_last);
   if (!lasts) return;
   __threadfence();
+  __syncwarp();
 #pragma unroll 1
   for (; lasts; lasts &= lasts - 1) sum_tile(p, exist, __shfl_sync(~0u, tile, __ffs(lasts) - 1));
 }

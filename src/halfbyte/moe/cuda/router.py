@@ -94,8 +94,9 @@ def route_few(
     """`halfbyte.moe.route` in one launch that a CUDA graph can capture, after `compile_router`.
 
     Args:
-        x: of `RouterShape.dtype` `[M, H]`, contiguous, 1 to `MAX_TOKENS` tokens.
-        gate: `[E, H]`, contiguous.
+        x: of `RouterShape.dtype` `[M, H]`, 1 to `MAX_TOKENS` tokens, contiguous and aligned to 16
+            bytes.
+        gate: `[E, H]`, contiguous and aligned; not written by the launch in front.
         bias, padding: `[E]` and `[M]`, contiguous.
         top_k, renormalize: as for `halfbyte.moe.route`.
     """

@@ -7,13 +7,14 @@
 // In a matmul, lane c of four has values of block c / 2 of a chunk (values.cuh). So a lane of column g has values in one of
 // an item's four chunks, if c / 2 is g % 2, and otherwise in none.
 //
-// Weights are unpacked to values times 2^-126, so the token is multiplied by 2^96, or sums would leave float32's
-// range: values from 2^32 on become infinite. Scales of 2^-127 become 0, NaN becomes infinite.
+// Weights are unpacked to values times 2^-126, so the token is multiplied by 2^64, or sums would leave float32's
+// range: with values from 2^64 on, results are infinite or NaN. Scales of 2^-127 become 0.
 
 #pragma once
 #include "moe/cuda/loader.cuh"
 
-#define SINGLE_SCALE 1073741824.0f  // 2^(126 - 96)
+#define SINGLE_FACTOR 0x5F805F80u            // 2^64 twice, in bfloat16
+#define SINGLE_SCALE 4611686018427387904.0f  // 2^(126 - 64)
 
 struct SingleToken {
   const u8 *x, *zeros;  // of the lane, in shared memory
@@ -27,6 +28,10 @@ struct SingleToken {
     zeros = row + row_bytes + 64;
   }
 
+  __device__ __forceinline__ static float scale_of(u32 e) {
+    return __int_as_float(e == 255 ? 0x7FFFFFFF : e << 23);  // 255 is NaN
+  }
+
   // The scales of this lane's sums of an item: of rows g and g + 8, blocks 2 c and 2 c + 1. `from` is the item in shared
   // memory, `exists` whether it has the blocks' part.
   __device__ __forceinline__ void load_scales(float* scales, u32 from, bool exists) const {
@@ -35,8 +40,8 @@ struct SingleToken {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const u32 word = exists ? load_shared_word(at + i * 4) >> c % 2 * 16 : 0;
-      scales[i] = __int_as_float((word & 255) << 23);
-      scales[2 + i] = __int_as_float((word >> 8 & 255) << 23);
+      scales[i] = scale_of(word & 255);
+      scales[2 + i] = scale_of(word >> 8 & 255);
     }
   }
 

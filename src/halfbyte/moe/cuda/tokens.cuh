@@ -52,9 +52,8 @@ __device__ __forceinline__ void load_tokens(u8* to, const u16* x, const int* pai
       const int at = first + i * THREADS;
       if (at >= total) break;
 #if SINGLE
-      const u32 factor = 0x6F806F80u;  // 2^96
-      v[i].x = multiply2(v[i].x, factor), v[i].y = multiply2(v[i].y, factor);
-      v[i].z = multiply2(v[i].z, factor), v[i].w = multiply2(v[i].w, factor);
+      v[i].x = multiply2(v[i].x, SINGLE_FACTOR), v[i].y = multiply2(v[i].y, SINGLE_FACTOR);
+      v[i].z = multiply2(v[i].z, SINGLE_FACTOR), v[i].w = multiply2(v[i].w, SINGLE_FACTOR);
 #endif
       *(uint4*)(to + at / X_OCTETS * X_ROW_BYTES + place_of(at % X_OCTETS)) = v[i];
     }

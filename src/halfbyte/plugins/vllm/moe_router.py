@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm import forward_context
+from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 
@@ -82,18 +82,16 @@ class GateAndTopK(FusedTopKRouter):
         indices_type: torch.dtype | None,
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights float32 and ids `[M, top_k]`; `router_logits` are hidden states."""
+        """Weights float32 and ids `[M, top_k]`; `router_logits` are what the gate multiplies."""
         gate = self.gate.weight
-        if not fits_kernel(hidden_states, gate, self.top_k):
-            logits, _ = self.gate(hidden_states)
+        if not fits_kernel(router_logits, gate, self.top_k):
+            logits, _ = self.gate(router_logits)
             return super()._compute_routing(hidden_states, logits, indices_type, **more)
-        padding = _padding_mask(len(hidden_states))
-        return route(hidden_states, gate, self.top_k, renormalize=self.renormalize, padding=padding)
+        padding = _padding_mask(len(router_logits))
+        return route(router_logits, gate, self.top_k, renormalize=self.renormalize, padding=padding)
 
 
 def _padding_mask(tokens: int) -> torch.Tensor | None:
     """vLLM's mask of the tokens that pad a CUDA graph; None in versions without it."""
-    if not forward_context.is_forward_context_available():
-        return None
-    mask: torch.Tensor | None = getattr(forward_context.get_forward_context(), "is_padding", None)
-    return None if mask is None else mask[:tokens]
+    mask_of = getattr(fused_topk_router, "_get_padding_mask", None)
+    return None if mask_of is None else mask_of(tokens)

@@ -76,6 +76,8 @@ _BATCHES = (
 )
 """One batch for each kernel of `halfbyte.attention`: decoding, drafts, short and long prompts, with
 and without cached tokens, and mixed batches."""
+_LEAST_STORED = 160
+"""Tokens of the smallest of `_stored`; `_BATCHES` have smaller ones."""
 _QUERY_TILES = (16, 32, 64, 128)
 """Rows (query tokens times query heads per KV head) of tiles of the `triton` backend."""
 
@@ -143,13 +145,9 @@ def batches(
     scheduler = vllm_config.scheduler_config
     longest = min(vllm_config.model_config.max_model_len, num_pages * block_size)
     most = scheduler.max_num_batched_tokens
-    # The largest steps: stores of many tokens have a kernel of their own, which writes the rings if
-    # no prompt has earlier tokens.
-    full = (Tokens(longest, 0),) * (most // longest) or (Tokens(most, 0),)
-    half = longest // 2
-    later = (Tokens(half, half),) * (most // half) or (Tokens(most, half),)
+    stored = _stored(most, longest, block_size)
     seen = []
-    for whole in (*_BATCHES, *_few_new_tokens(group), full, later):
+    for whole in (*_BATCHES, *_few_new_tokens(group), *stored):
         batch: list[Tokens] = []
         for x in whole[: scheduler.max_num_seqs]:
             new = min(x.new, longest) if batch else min(x.new, longest, most)
@@ -159,6 +157,24 @@ def batches(
         if batch and batch not in seen:
             seen.append(batch)
             yield batch
+
+
+def _stored(most: int, longest: int, cached: int) -> Iterator[tuple[Tokens, ...]]:
+    """Steps for the kernels that store: one for about every number of tokens from which another one
+    runs, which is a factor of two apart, and each writes the rings, too, if no prompt has earlier
+    tokens.
+
+    Args:
+        most: tokens of the largest step.
+        longest: of a sequence.
+        cached: tokens of a sequence that has earlier ones.
+    """
+    sizes = [_LEAST_STORED << i for i in range(most.bit_length())]
+    for size in (*(size for size in sizes if size < most), most):
+        for start in (0, cached):
+            if new := max(0, longest - start):
+                whole, rest = divmod(size, new)
+                yield (Tokens(new, start),) * whole + (Tokens(rest, start),) * (rest > 0)
 
 
 def _few_new_tokens(group: int) -> Iterator[tuple[Tokens, ...]]:

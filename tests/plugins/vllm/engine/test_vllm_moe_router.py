@@ -9,6 +9,7 @@ from vllm import distributed
 from vllm.config import VllmConfig
 from vllm.config import set_current_vllm_config as in_config
 from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
@@ -43,6 +44,7 @@ def make(
     bias: bool = False,
     scoring: str = "softmax",
     has_gate: bool = True,
+    fuse: bool = True,
     **options: Any,
 ) -> Any:
     """A runner with a gate and the router that vLLM has on GPUs."""
@@ -54,28 +56,32 @@ def make(
     runner = make_runner(gate=gate if has_gate else None, params_dtype=dtype, **options)
     runner.gate = gate if has_gate else None
     runner.router = FusedTopKRouter(2, E, scoring, True)
-    fuse_router(runner)
+    if fuse:
+        fuse_router(runner)
     return runner
 
 
 def call(runner: Any, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
     """The runner's own forward pass."""
     with set_forward_context(None, VllmConfig(), num_tokens=len(x)):
-        if padding is not None:
-            get_forward_context().is_padding = padding
+        get_forward_context().is_padding = padding
         result: torch.Tensor = runner._forward_impl(x, x, None)
         return result
 
 
 @pytest.mark.parametrize("has_padding", [False, True])
-def test_result(monkeypatch: pytest.MonkeyPatch, has_padding: bool) -> None:
+@pytest.mark.parametrize("skips", ["0", "1"])
+def test_result(monkeypatch: pytest.MonkeyPatch, has_padding: bool, skips: str) -> None:
+    """vLLM 0.24 has no mask of padding."""
     monkeypatch.setattr(moe_router, "fits_kernel", lambda *_: True)
+    monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", skips)
     runner, experts = make(), random_experts(E, H, I, dtype=torch.bfloat16)
     load(runner.routed_experts, experts)
     assert isinstance(runner.router, GateAndTopK)
     x = random_hidden(9, H, torch.bfloat16)
     padding = torch.arange(12) >= 6 if has_padding else None
-    own = None if padding is None else padding[:9]
+    has_mask = hasattr(fused_topk_router, "_get_padding_mask") and skips == "1"
+    own = padding[:9] if padding is not None and has_mask else None
     weights, ids = route_reference(x, runner.router.gate.weight, 2, padding=own)
     expected = moe_experts(x, experts, ids, weights, backend="cpu")
     assert torch.equal(call(runner, x, padding), expected)
@@ -118,15 +124,29 @@ def test_long_prompts_keep_vllm_s_router(monkeypatch: pytest.MonkeyPatch) -> Non
         {"bias": True},
         {"scoring": "sigmoid"},
         {"has_gate": False},
-        {"additional_config": {"halfbyte": {"moe": "off"}}},
+        {"out_dtype": torch.float32},
+        {"joins_gates": True},
+        {"batch_invariant": True},
+        {"method": None},
     ],
     ids=str,
 )
-def test_what_keeps_vllm_s_router(options: dict[str, Any]) -> None:
-    try:
-        runner = make(**options)
-    except (NotImplementedError, ValueError):  # vLLM has no NVFP4 experts on CPUs
-        assert "additional_config" in options
-        return
+def test_what_keeps_vllm_s_router(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_router, "batch_invariant", lambda: "batch_invariant" in options)
+    own = {
+        name: options[name] for name in ("dtype", "bias", "scoring", "has_gate") if name in options
+    }
+    runner = make(**own, fuse=False)
+    if "out_dtype" in options:
+        runner.gate.out_dtype = options["out_dtype"]
+    if "joins_gates" in options:
+        runner._fse_fuse_gate = True
+    if "method" in options:
+        monkeypatch.setattr(moe_router, "HalfbyteMoeMethod", type(None))
+    fuse_router(runner)
     assert not isinstance(runner.router, GateAndTopK)
     assert not isinstance(runner.gate, LaterGate)
+
+
+def test_the_same_is_fused_otherwise() -> None:
+    assert isinstance(make().router, GateAndTopK)

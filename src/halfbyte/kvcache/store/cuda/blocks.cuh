@@ -3,7 +3,7 @@
 //
 // Macros:
 //   WARPS         of a CTA
-//   K_WEIGHTED    1 if K's block scales are chosen by weighted error
+//   others        see rows.cuh
 
 #pragma once
 #include "kvcache/store/cuda/rows.cuh"

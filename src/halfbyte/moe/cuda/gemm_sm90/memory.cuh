@@ -26,9 +26,9 @@
 #endif
 #define BARRIER_BYTES 256
 #define MATMULS 4                       // per stage
-// The producer gives registers to the workers. Their sum is that of the threads at the start, 168, 80 or 56 each.
-#define LOADER_REGISTERS (CTAS == 1 ? 40 : CTAS == 2 ? 32 : 24)
-#define WORKER_REGISTERS (CTAS == 1 ? 232 : CTAS == 2 ? 104 : 72)
+// The producer gives registers to the workers. Their sum is that of the threads at the start, 168 or 80 each.
+#define LOADER_REGISTERS (CTAS == 1 ? 40 : 32)
+#define WORKER_REGISTERS (CTAS == 1 ? 232 : 104)
 
 #if TOKENS > 16
 // The two stages of x of a step are waited for together, and released one by one.

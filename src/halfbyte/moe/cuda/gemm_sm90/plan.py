@@ -38,7 +38,7 @@ WIDTHS = {
 """Widths of matmuls, multiples of the first, by max tokens of a tile: an expert's last tile has the
 narrowest that suffices. Registers do not allow all of them."""
 _OF_MORE_CTAS = 0.79
-"""Factor of a step's time with two or three CTAs per SM, relative to one; from the same fit."""
+"""Factor of a step's time with two CTAs per SM, relative to one; from the same fit."""
 MAX_CTAS = {16: 2, 32: 2, 64: 2, 128: 1, 192: 1, 256: 1}
 """Max CTAs per SM, by tokens of a tile. Several hide each other's latency where steps are short."""
 TOKENS = tuple(WIDTHS)
