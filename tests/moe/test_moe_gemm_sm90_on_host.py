@@ -28,14 +28,14 @@ GPU = Gpu(90, 232448, 4, 2)
 
 
 @contextmanager
-def on_host() -> Iterator[None]:
+def on_host(ctas_at_once: int = 2 * GPU.num_sms) -> Iterator[None]:
     """Let the launcher's kernels run on the CPU; memory that it allocates begins as NaN."""
     kernels = launcher._kernel_of, launcher._gemm_kernel
     caches = (*kernels, launcher._map, launcher._narrow_map)
     for cached in caches:
         cached.cache_clear()
     with (
-        cuda_on_host.overlapping_kernels(GPU.compute_capability, ctas_at_once=2 * GPU.num_sms),
+        cuda_on_host.overlapping_kernels(GPU.compute_capability, ctas_at_once=ctas_at_once),
         cuda_on_host.tensor_maps_on_host(),
         patch.object(launcher, "gpu_of", lambda device: GPU),
         patch.object(launcher, "allocate", cuda_on_host.allocate),
@@ -125,6 +125,17 @@ def test_slots_of_narrow_tiles_that_go_round(kind: str, slots: int) -> None:
 
     with patch.object(launcher, "make_plan", small_plan):
         assert_close_enough(run(*arguments, 16), *arguments)
+
+
+@pytest.mark.parametrize("ctas_at_once", [1, slow(2), slow(5)])
+def test_narrow_tiles_where_ctas_have_no_room(ctas_at_once: int) -> None:
+    """As beside another kernel: CTAs that start when others have ended compute down."""
+    hidden, experts, ids, weights = case("swiglu", 40, 2)
+    matrices = packed_on_host(experts, hidden.dtype)
+    routing = moved(ids), moved(weights)
+    with on_host(ctas_at_once):
+        out = launcher.run(moved(hidden), *matrices, experts.activation, *routing, 16)
+    assert torch.equal(out, run(hidden, experts, ids, weights, 16))
 
 
 def test_no_tokens() -> None:

@@ -23,6 +23,11 @@ __device__ __forceinline__ uint4 load16(u32 address) {
   return y;
 }
 
+__device__ __forceinline__ void store16(u32 address, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
 __device__ __forceinline__ u32 load_shared_word(u32 address) {
   u32 y;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y) : "r"(address));

@@ -46,7 +46,7 @@ class _SortParams(ctypes.Structure):
     _fields_ = (
         ("pairs", Pairs),
         *((name, ctypes.c_void_p) for name in ("x", "sorted", "places", "tiles", "num_tiles")),
-        ("written", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("written", "counters")),
         *((name, ctypes.c_int) for name in ("h", "chunks", "tokens")),
     )
 
@@ -64,9 +64,12 @@ class _Params(ctypes.Structure):
 
 
 class _Products(ctypes.Structure):
-    """`Products` of `narrow.cu`."""
+    """`Products` of `narrow_work.cuh`."""
 
-    _fields_ = (("gate_up", _Params), ("down", _Params), ("written", ctypes.c_void_p))
+    _fields_ = (
+        *((name, _Params) for name in ("gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("written", "counters")),
+    )
 
 
 class _Sorted(NamedTuple):
@@ -77,6 +80,7 @@ class _Sorted(NamedTuple):
     tiles: torch.Tensor
     num_tiles: torch.Tensor
     written: torch.Tensor
+    counters: torch.Tensor
     max_tiles: int
 
 
@@ -122,13 +126,14 @@ def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sort
     h, num_experts = hidden.shape[1], pairs.num_experts
     tiles = max_tiles(pairs.count, num_experts, tokens)
     x = _memory((max_rows(pairs.count, num_experts), _padded(h)), hidden.dtype)
-    lists = allocate(_memory((4 * tiles + 2 * pairs.count + 1,), torch.int32), device)
+    lists = allocate(_memory((4 * tiles + 2 * pairs.count + 3,), torch.int32), device)
     found = _Sorted(
         allocate(x, device),
-        lists[4 * tiles : -1],
+        lists[4 * tiles : -3],
         lists[2 * tiles : 4 * tiles],
         lists[-1:],
         lists[: 2 * tiles],
+        lists[-3:-1],
         tiles,
     )
     arguments = KernelArguments(_SortParams, h=h, chunks=_padded(h) // STEP_K, tokens=tokens)
@@ -140,6 +145,7 @@ def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sort
         tiles=found.tiles,
         num_tiles=found.num_tiles,
         written=found.written,
+        counters=found.counters,
     )
     grid = min(2 * gpu_of(device).num_sms, -(-pairs.count // (SORT_THREADS // 32)))
     shared_bytes = 8 * num_experts + 4 * -(-pairs.count // grid)
@@ -192,7 +198,7 @@ def _multiply_narrow(
     params = [product.params for product in products]
     arguments = KernelArguments(_Products)
     arguments.params.gate_up, arguments.params.down = params
-    arguments.bind(written=found.written)
+    arguments.bind(written=found.written, counters=found.counters)
     maps = (
         _narrow_map(x.data_ptr(), *x.shape, x.dtype, device),
         _out_map(middle, works[0], device),
@@ -200,7 +206,6 @@ def _multiply_narrow(
         _out_map(x, works[1], device),
     )
     kernel, plan = _kernel_of(works[0], NARROW, x.dtype, device)
-    # No more than are resident at the same time, since they wait for one another.
     grid = min(
         plan.ctas * gpu_of(device).num_sms,
         found.max_tiles * max(product.row_pairs for product in params),

@@ -8,110 +8,87 @@
 //   Loads      by one thread each for the halves of W, in parts of 16 rows x 128 k, and for x. All of a step goes to
 //              one slot of the only ring.
 //   Products   A CTA goes on to tiles of down as soon as its tiles of gate_up are done, so that weights are read
-//              without a pause. Only x of down waits for the other CTAs, all of which are resident: until all rows of
-//              the tile's `middle` are in memory.
+//              without a pause. Only x of down waits for other CTAs, until all rows of the tile's `middle` are in
+//              memory. CTAs draw their tiles of down one by one, and only if all CTAs run: otherwise one might wait
+//              for another that has no room. Where they do not, perhaps beside another such kernel, CTAs leave after
+//              gate_up, and those that start later compute down.
 //
 // Macros: as in gemm.cu, with TOKENS 16 and without GATED; STAGES is 2 WEIGHT_SLOTS
 
+#include "moe/cuda/gemm_sm90/narrow_work.cuh"
 #include "moe/cuda/gemm_sm90/store.cuh"
 
 #define TILES 2               // of a warp
 #define OCTET_BYTES 2048      // of x: 8 tokens x 128 k, as two boxes of 64 k with 128-byte swizzle
-#define LOADERS 3             // threads
-
-struct Products {
-  Params gate_up, down;
-  u64* written;  // see Written
-};
-
-// Of every tile, how many pieces of `middle` are in memory: two of each pair of tiles of rows. The sort kernel clears
-// them. Tiles of 16 tokens begin at multiples of 16, so that their rows number them.
-struct Written {
-  u64* pieces;
-
-  // Says that this thread's last stores are in memory.
-  __device__ __forceinline__ void say(int tile) const {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-    asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(pieces + tile), "l"(1ull) : "memory");
-  }
-
-  // Before this thread loads them by TMA.
-  __device__ __forceinline__ void wait(int tile, u64 all) const {
-    u64 found;
-    do {
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(pieces + tile) : "memory");
-    } while (found != all);
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-  }
-};
-
-// The first work of down for this CTA: those of its CTAs that have less work of gate_up come first.
-__device__ __forceinline__ int first_of_down(const Products& p) {
-  const int last = __ldcg(p.gate_up.num_tiles) * p.gate_up.row_pairs % gridDim.x;
-  return blockIdx.x - last + ((int)blockIdx.x < last ? gridDim.x : 0);
-}
 
 struct Loader {
   const Products& all;
   u32 shared;
   SlotBarriers barriers;
+  Draws draws;
   int zero;  // see Work
   SlotState at;
 
   // A half of the rows, CTA_TILES tiles.
-  __device__ __forceinline__ void load_weights(const Params& p, int first_work, int half) {
-    Work work(p, zero, first_work);
-    while (work.next(p)) {
-      const int first = first_tile(work.row_pair, half), tiles = min(max(p.matrix_tiles - first, 0), CTA_TILES);
-      const u8* from = p.weight + ((u64)Tile(work.tile).expert * p.matrix_tiles + first) * p.tile_bytes;
+  __device__ __forceinline__ void load_weights(const Params& p, const Tile& tile, int row_pair, int half) {
+    const int first = first_tile(row_pair, half), tiles = min(max(p.matrix_tiles - first, 0), CTA_TILES);
+    const u8* from = p.weight + ((u64)tile.expert * p.matrix_tiles + first) * p.tile_bytes;
 #pragma unroll 1
-      for (int left = p.tile_bytes; left > 0; left -= PART_BYTES, from += PART_BYTES, at.next()) {
-        const u32 barrier = barriers.full + 8 * at.stage;
-        const u32 to = shared + at.stage * SLOT_BYTES + half * WEIGHT_BYTES;
-        // Of the last part only one chunk may exist. What is in the other's place is a finite number, times x = 0.
-        const int bytes = min(PART_BYTES, left);
-        barrier_wait(barriers.empty + 8 * at.stage, at.parity ^ 1);
-        barrier_expect(barrier, tiles * bytes);
-        // Not a loop where all tiles exist: this thread's instructions take long, one after another.
-        if (tiles == CTA_TILES) {
+    for (int left = p.tile_bytes; left > 0; left -= PART_BYTES, from += PART_BYTES, at.next()) {
+      const u32 barrier = barriers.full + 8 * at.stage;
+      const u32 to = shared + at.stage * SLOT_BYTES + half * WEIGHT_BYTES;
+      // Of the last part only one chunk may exist. What is in the other's place is a finite number, times x = 0.
+      const int bytes = min(PART_BYTES, left);
+      barrier_wait(barriers.empty + 8 * at.stage, at.parity ^ 1);
+      barrier_expect(barrier, tiles * bytes);
+      // Not a loop where all tiles exist: this thread's instructions take long, one after another.
+      if (tiles == CTA_TILES) {
 #pragma unroll
-          for (int i = 0; i < CTA_TILES; i++) copy_bulk(to + i * PART_BYTES, from + i * p.tile_bytes, bytes, barrier);
-        } else {
+        for (int i = 0; i < CTA_TILES; i++) copy_bulk(to + i * PART_BYTES, from + i * p.tile_bytes, bytes, barrier);
+      } else {
 #pragma unroll 1
-          for (int i = 0; i < tiles; i++) copy_bulk(to + i * PART_BYTES, from + i * p.tile_bytes, bytes, barrier);
-        }
+        for (int i = 0; i < tiles; i++) copy_bulk(to + i * PART_BYTES, from + i * p.tile_bytes, bytes, barrier);
       }
     }
   }
 
-  template <bool IS_GATED>
-  __device__ __forceinline__ void load_x(const Params& p, int first_work, const TensorMap* map) {
-    Work work(p, zero, first_work);
-    while (work.next(p)) {
-      const Tile tile(work.tile);
-      if (!IS_GATED) Written{all.written}.wait(tile.first / 16, 2 * all.gate_up.row_pairs);
-      const int octets = tile.count > 8 ? 2 : 1;
+  __device__ __forceinline__ void load_x(const Tile& tile, int steps, const TensorMap* map) {
+    const int octets = tile.count > 8 ? 2 : 1;
 #pragma unroll 1
-      for (int step = 0; step < p.steps; step++, at.next()) {
-        const u32 barrier = barriers.full + 8 * at.stage;
-        const u32 to = shared + at.stage * SLOT_BYTES + 2 * WEIGHT_BYTES;
-        barrier_wait(barriers.empty + 8 * at.stage, at.parity ^ 1);
-        barrier_expect(barrier, octets * OCTET_BYTES);
-        copy_boxes(to, map, tile.first, 2 * step, barrier);
-        // Tokens of another expert may follow; their results are not written.
-        if (octets == 2) copy_boxes(to + OCTET_BYTES, map, tile.first + 8, 2 * step, barrier);
-      }
+    for (int step = 0; step < steps; step++, at.next()) {
+      const u32 barrier = barriers.full + 8 * at.stage;
+      const u32 to = shared + at.stage * SLOT_BYTES + 2 * WEIGHT_BYTES;
+      barrier_wait(barriers.empty + 8 * at.stage, at.parity ^ 1);
+      barrier_expect(barrier, octets * OCTET_BYTES);
+      copy_boxes(to, map, tile.first, 2 * step, barrier);
+      // Tokens of another expert may follow; their results are not written.
+      if (octets == 2) copy_boxes(to + OCTET_BYTES, map, tile.first + 8, 2 * step, barrier);
     }
   }
 
   __device__ __forceinline__ void load_all_weights(int half) {
-    load_weights(all.gate_up, blockIdx.x, half);
-    load_weights(all.down, first_of_down(all), half);
+    Work work(all.gate_up, zero);
+    while (work.next(all.gate_up)) load_weights(all.gate_up, work.tile, work.row_pair, half);
+    int2 tile;
+    int row_pair;
+    while (draws.take(tile, row_pair)) {
+      draws.release();
+      load_weights(all.down, tile, row_pair, half);
+    }
   }
 
   __device__ __forceinline__ void load_all_x(const TensorMap* x_map, const TensorMap* middle_map) {
-    load_x<true>(all.gate_up, blockIdx.x, x_map);
-    load_x<false>(all.down, first_of_down(all), middle_map);
+    Work work(all.gate_up, zero);
+    while (work.next(all.gate_up)) load_x(work.tile, all.gate_up.steps, x_map);
+    int2 packed;
+    int row_pair, last = -1;
+    while (draws.take(packed, row_pair)) {
+      draws.release();
+      const Tile tile(packed);
+      if (tile.first != last) Written{all.written}.wait(tile.first / 16, 2 * all.gate_up.row_pairs);
+      last = tile.first;
+      load_x(tile, all.down.steps, middle_map);
+    }
     // Not before the last matmul: otherwise all CTAs of the next kernel would start on the few SMs whose CTAs
     // have ended.
 #pragma unroll 1
@@ -129,9 +106,10 @@ struct Worker {
   int zero;  // see Work
   u32 weights, lane_scale, x, exponent;
   SlotState slot;
+  Draws draws;
 
   __device__ __forceinline__ Worker(const Products& all, u32 shared, const SlotBarriers& barriers, int zero)
-      : all(all), shared(shared), barriers(barriers), zero(zero) {
+      : all(all), shared(shared), barriers(barriers), zero(zero), draws(shared) {
     const u32 tile = shared + place.tile() * PART_BYTES;
     weights = tile + SCALE_BYTES + place.lane * 16;
     lane_scale = tile + scale_offset(place.lane);
@@ -212,42 +190,46 @@ struct Worker {
     }
   }
 
+  // `last`: the tile of `middle` that this thread has stored, but not said so; -1 if there is none.
   template <bool IS_GATED>
-  __device__ __forceinline__ void multiply_tiles(const Params& p, int first_work, const TensorMap* out_map) {
-    Work work(p, zero, first_work);
-    const Written written{all.written};
-    const bool stores = threadIdx.x % 128 == 0;
-    int last = -1;  // tile that this thread has stored, but not said so
-    while (work.next(p)) {
-      // Known to be the same for a warp, now that it is needed.
-      const Tile tile(make_int2(__shfl_sync(~0u, work.tile.x, 0), __shfl_sync(~0u, work.tile.y, 0)));
-      Vectors<IS_GATED> vectors[TILES] = {
-          {p, tile.expert, first_tile(work.row_pair, 0) + place.tile(), place.lane},
-          {p, tile.expert, first_tile(work.row_pair, 1) + place.tile(), place.lane}};
-      float sums[TILES][8] = {};
-      if (tile.count > 8)
-        multiply_tile<2>(sums, p.steps);
-      else
-        multiply_tile<1>(sums, p.steps);
+  __device__ __forceinline__ void multiply_and_store(const Params& p, int2 packed, int row_pair,
+                                                     const TensorMap* out_map, int& last) {
+    // Known to be the same for a warp, now that it is needed.
+    const Tile tile(make_int2(__shfl_sync(~0u, packed.x, 0), __shfl_sync(~0u, packed.y, 0)));
+    Vectors<IS_GATED> vectors[TILES] = {{p, tile.expert, first_tile(row_pair, 0) + place.tile(), place.lane},
+                                        {p, tile.expert, first_tile(row_pair, 1) + place.tile(), place.lane}};
+    float sums[TILES][8] = {};
+    if (tile.count > 8)
+      multiply_tile<2>(sums, p.steps);
+    else
+      multiply_tile<1>(sums, p.steps);
 #pragma unroll
-      for (int half = 0; half < TILES; half++) vectors[half].complete();
-      // A tile later than they were stored: nobody waits yet.
-      if (IS_GATED && last >= 0) written.say(last);
-      wait_for_strips(place.group);
+    for (int half = 0; half < TILES; half++) vectors[half].complete();
+    // A tile later than they were stored: nobody waits yet.
+    if (IS_GATED && last >= 0) Written{all.written}.say(last);
+    wait_for_strips(place.group);
 #pragma unroll
-      for (int half = 0; half < TILES; half++) {
-        const u32 from = shared + half * GROUPS * OUT_BYTES;
-        store(p, tile, work.row_pair, half, vectors[half], place, out_map, from, sums[half]);
-      }
-      if (stores) last = tile.first / 16;
+    for (int half = 0; half < TILES; half++) {
+      const u32 from = shared + half * GROUPS * OUT_BYTES;
+      store(p, tile, row_pair, half, vectors[half], place, out_map, from, sums[half]);
     }
-    // Before this CTA's first tile of down, which may wait for it.
-    if (IS_GATED && last >= 0) written.say(last);
+    if (IS_GATED && threadIdx.x % 128 == 0) last = tile.first / 16;
   }
 
   __device__ __forceinline__ void multiply_all(const TensorMap* middle_map, const TensorMap* out_map) {
-    multiply_tiles<true>(all.gate_up, blockIdx.x, middle_map);
-    multiply_tiles<false>(all.down, first_of_down(all), out_map);
+    int last = -1;
+    Work work(all.gate_up, zero);
+    while (work.next(all.gate_up))
+      multiply_and_store<true>(all.gate_up, work.tile, work.row_pair, middle_map, last);
+    // Before this CTA's first tile of down, which may wait for it.
+    if (last >= 0) Written{all.written}.say(last);
+    int2 tile;
+    int row_pair;
+    while (draws.take(tile, row_pair)) {
+      __syncwarp();
+      draws.release(place.lane == 0);
+      multiply_and_store<false>(all.down, tile, __shfl_sync(~0u, row_pair, 0), out_map, last);
+    }
     wait_for_stores();
   }
 };
@@ -259,12 +241,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
   extern __shared__ __align__(1024) u8 shared[];  // period of the swizzle
   const u32 base = shared_address(shared);
   const SlotBarriers barriers(base);
+  const Draws draws(base);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same for a warp
   if (threadIdx.x == 96) {
     for (int i = 0; i < WEIGHT_SLOTS; i++) {
       barrier_init(barriers.full + 8 * i, LOADERS);
       barrier_init(barriers.empty + 8 * i, WORKERS / 32);
     }
+    draws.make();
     fence_barrier_init();
   }
   if (threadIdx.x == 32) prefetch_map(&x_map);
@@ -276,11 +260,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
   const int zero = hidden_zero(p.gate_up);
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-    Loader loader{p, base, barriers, zero};
+    Loader loader{p, base, barriers, draws, zero};
     if (warp < 2) {
       if (elect_one()) loader.load_all_weights(warp);
     } else if (warp == 2) {
       if (elect_one()) loader.load_all_x(&x_map, &middle_map);
+    } else if (elect_one()) {
+      draw_tiles(p, draws);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));

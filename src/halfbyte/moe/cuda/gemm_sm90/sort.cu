@@ -17,7 +17,8 @@ struct Params {
   int2* places;    // [count]: row of a pair in `sorted`, -1 for pairs without an expert; bits of its weight
   int2* tiles;     // see Tile in work.cuh
   int* num_tiles;
-  u64* written;    // [tiles], cleared; see narrow.cu
+  u64* written;    // [tiles], cleared, as are two counters; see narrow_work.cuh
+  int* counters;
   int h, chunks;   // a multiple of 32; of 128 values
   int tokens;      // of a tile
 };
@@ -81,7 +82,10 @@ __device__ __forceinline__ void place_experts(const Params& p, const Counts& cou
     position = __shfl_sync(~0u, rows_end, 31);
     num_tiles = __shfl_sync(~0u, tiles_end, 31);
   }
-  if (blockIdx.x == 0 && lane == 0) *p.num_tiles = num_tiles;
+  if (blockIdx.x == 0 && lane == 0) {
+    *p.num_tiles = num_tiles;
+    p.counters[0] = p.counters[1] = 0;
+  }
 }
 
 // Position 16 (2 j + h) + 8 q + 2 c + b of 64 gets value 16 c + 8 j + 4 h + 2 q + b: in this order the words of W are

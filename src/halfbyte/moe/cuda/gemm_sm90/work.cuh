@@ -40,10 +40,10 @@ struct Work {
   int2 tile, ahead;  // the next tile, loaded one tile ahead to hide its latency
   int row_pair;
 
-  // After the kernel that has written the tiles. `first`: of all pairs of a tile and a pair of tiles of rows.
-  __device__ __forceinline__ Work(const Params& p, int zero, int first = blockIdx.x / CLUSTER)
-      : next_tile(first / p.row_pairs),
-        next_row_pair(first % p.row_pairs),
+  // After the kernel that has written the tiles.
+  __device__ __forceinline__ Work(const Params& p, int zero)
+      : next_tile(blockIdx.x / CLUSTER / p.row_pairs),
+        next_row_pair(blockIdx.x / CLUSTER % p.row_pairs),
         tiles_ahead(gridDim.x / CLUSTER / p.row_pairs),
         row_pairs_ahead(gridDim.x / CLUSTER % p.row_pairs),
         num_tiles(__ldcg(p.num_tiles)),
