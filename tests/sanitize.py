@@ -30,7 +30,7 @@ from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.elementwise import add_rms_norm, rotary_embedding, silu_and_mul
 from halfbyte.kvcache import read_tokens, reshape_and_cache
 from halfbyte.layouts import PageLayout
-from halfbyte.moe import GPT_OSS, SWIGLU, moe_experts
+from halfbyte.moe import GPT_OSS, SWIGLU, moe_experts, route, route_reference
 from halfbyte.numerics import nvfp4
 from kvcache.store.recipe_cases import (
     RECIPE_OPTIONS,
@@ -48,6 +48,7 @@ from moe.cases import (
     random_hidden,
     random_routing,
 )
+from moe.routers import SHAPES, assert_routes, exact_case
 
 ONE_QUERY: dict[str, Any] = {"query_lens": (1,) * 5, "seq_lens": (1, 40, 0, 300, 129)}
 SEVERAL: dict[str, Any] = {"query_lens": (3, 4, 4), "seq_lens": (40, 163, 400)}
@@ -364,6 +365,17 @@ def experts() -> None:
                     assert_close_enough(out.cpu(), x, made, ids, weights)
 
 
+def routers() -> None:
+    """`router.cu`, on SM90 and later."""
+    for shape in SHAPES:
+        for m in (1, 9, 64):
+            print("router", *shape, m, flush=True)
+            x, gate, bias = (t.cuda() for t in exact_case(shape, m))
+            padding = torch.arange(m, device="cuda") % 3 == 2
+            found = route(x, gate, shape[2], bias=bias, padding=padding)
+            assert_routes(found, route_reference(x, gate, shape[2], bias=bias, padding=padding))
+
+
 def tiles() -> None:
     """All tile widths of `moe/cuda/gemm_sm90/`; two experts get no token, or one takes all."""
     from halfbyte.moe.cuda.gemm_sm90.launcher import run
@@ -401,6 +413,7 @@ PARTS: dict[str, Callable[[], None]] = {
         cuts,
         swiglu,
         experts,
+        routers,
         tiles,
     )
 }
