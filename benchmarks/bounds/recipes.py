@@ -63,11 +63,7 @@ _OF_PLAIN = {
     "store 8192": 1.5,
 }
 """Max time of `balanced`, relative to `plain`, whose store chooses between two scales."""
-_SLOWER = {
-    "decode 1 x 131072": "4.2 us more, of them 2.7 for rotation and biases; 1.06 on an H100",
-    "store 8192": "four candidates for a scale, by weighted errors; 1.47 for 16,384 tokens",
-    "store 64, accurate, us": "error feedback from channel to channel",
-}
+_SLOWER = {"store 64, accurate, us": "a chain from channel to channel; 7.7 in a graph"}
 
 
 def of_cpu_speed(report: dict[str, Any]) -> Iterator[Bound]:

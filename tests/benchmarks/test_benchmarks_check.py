@@ -45,9 +45,7 @@ def test_every_bound_is_there() -> None:
         "vllm_step_tp2": 1,
     }
     assert {bound.name for bound in COMMITTED if bound.known_miss} == {
-        "decode 1 x 131072: balanced, of plain",
         "gemma-3-270m, accurate: KL, of fp8's, end to start",
-        "store 8192: balanced, of plain",
         "store 64: accurate, us",
         "128x2048, ms",
         "balanced, 1x2048 greedy, ms",
