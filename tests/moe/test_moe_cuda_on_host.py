@@ -94,6 +94,29 @@ def test_ways_to_share_k(kind: str, split: int, parts: int) -> None:
     assert_close_enough(out, hidden, experts, ids, weights)
 
 
+@pytest.mark.parametrize(("hidden_size", "split"), [(672, 1), (672, 3), (640, 1)])
+def test_one_token_times_blocks_of_k(hidden_size: int, split: int) -> None:
+    """MXFP4 (`single.cuh`): several items per tile, of which the last may have one part; large
+    activations, and a scale that is NaN."""
+
+    def plan_of(work: Work, m: int, top_k: int, gpu: Gpu) -> StreamingPlan:
+        plan = make_plan(work, m, top_k, gpu)
+        own = split if work.items(2) % split == 0 else 1
+        plan = plan._replace(split=own, groups=2, stages=2, ctas=1, parts=2)
+        assert plan.is_single(work)
+        return plan
+
+    experts = experts_of(KINDS["mxfp4-limited"], 5, hidden_size, INTERMEDIATE)
+    ids, weights = random_routing(1, 3, 5)
+    with patch.object(launcher, "make_plan", plan_of):
+        for factor in (1.0, 2.0**40):
+            hidden = random_hidden(1, hidden_size, BF16) * factor
+            out = run(hidden, experts, ids, weights)
+            assert_close_enough(out, hidden, experts, ids, weights)
+        experts.down.scales[ids[0, 1], 2, 0] = 255
+        assert run(hidden, experts, ids, weights).isnan().nonzero().tolist() == [[0, 2]]
+
+
 def test_experts_with_more_tokens_than_a_pass() -> None:
     """Two tiles of tokens, and several passes; ids of 32 bits, weights of 16."""
     experts, hidden = experts_of(KINDS["swiglu"], 2, 64, 32), random_hidden(21, 64, BF16)
