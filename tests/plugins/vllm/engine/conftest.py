@@ -88,3 +88,21 @@ def own_cache_of_a_worker(
 @pytest.fixture(params=["0", "1"], ids=["runner V1", "runner V2"])
 def model_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The parallel groups of a single process, and halfbyte's plug-in, for layers without an
+    engine."""
+    from vllm import distributed
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    import halfbyte.plugins.vllm
+
+    halfbyte.plugins.vllm.register()
+    file = tmp_path_factory.mktemp("groups") / "init"
+    with set_current_vllm_config(VllmConfig()):
+        distributed.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
+        distributed.initialize_model_parallel(1, 1)
+    yield
+    distributed.cleanup_dist_env_and_memory()

@@ -1,19 +1,14 @@
 """A single vLLM MoE layer on halfbyte's kernels: ranks, scales and errors."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from vllm import distributed
-from vllm.config import VllmConfig
-from vllm.config import set_current_vllm_config as in_config
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 
 import cuda_on_host
-import halfbyte.plugins.vllm
 from halfbyte.dispatch import Answer
 from halfbyte.moe import GatedActivation, MoeConfig, PackedExperts, moe_experts
 from halfbyte.moe.as_loaded import AsLoadedKernel, from_tensors
@@ -36,17 +31,7 @@ from plugins.vllm.engine.moe_layers import (
     run,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Initialize the parallel groups of a single process."""
-    halfbyte.plugins.vllm.register()
-    file = tmp_path_factory.mktemp("groups") / "init"
-    with in_config(VllmConfig()):
-        distributed.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
-        distributed.initialize_model_parallel(1, 1)
-    yield
-    distributed.cleanup_dist_env_and_memory()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.mark.parametrize(

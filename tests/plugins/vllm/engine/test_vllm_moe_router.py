@@ -1,11 +1,9 @@
 """Gate and top-k of vLLM's MoE layers as one call."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from vllm import distributed
 from vllm.config import VllmConfig
 from vllm.config import set_current_vllm_config as in_config
 from vllm.forward_context import get_forward_context, set_forward_context
@@ -13,24 +11,13 @@ from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
-import halfbyte.plugins.vllm
 from halfbyte.moe import moe_experts, route_reference
 from halfbyte.plugins.vllm import moe_method, moe_router
 from halfbyte.plugins.vllm.moe_router import GateAndTopK, LaterGate, fuse_router
 from moe.cases import random_experts, random_hidden
 from plugins.vllm.engine.moe_layers import E, H, I, load, make_runner
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Initialize the parallel groups of a single process."""
-    halfbyte.plugins.vllm.register()
-    file = tmp_path_factory.mktemp("groups") / "init"
-    with in_config(VllmConfig()):
-        distributed.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
-        distributed.initialize_model_parallel(1, 1)
-    yield
-    distributed.cleanup_dist_env_and_memory()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.fixture(autouse=True)
