@@ -33,7 +33,7 @@ def fuse_router(runner: Any) -> None:
     if gate is None or getattr(runner, "_fse_fuse_gate", False):
         return
     if type(router) is FusedTopKRouter and router.scoring_func == "softmax" and _is_plain(gate):
-        runner.router = GateAndTopK(router, gate)
+        runner.router = GateAndTopK.of(router, gate)
         runner.gate = LaterGate()
 
 
@@ -57,23 +57,30 @@ class LaterGate(nn.Module):
 
 
 class GateAndTopK(FusedTopKRouter):
-    """vLLM's router, which also multiplies by the gate.
+    """vLLM's router, which also multiplies by the gate; made by `of`."""
 
-    Args:
-        router: vLLM's.
-        gate: the layer's; the model owns its weights.
-    """
+    gate: ReplicatedLinear
+    """The layer's; the model owns its weights."""
 
-    def __init__(self, router: FusedTopKRouter, gate: ReplicatedLinear) -> None:
-        super().__init__(
+    @classmethod
+    def of(cls, router: FusedTopKRouter, gate: ReplicatedLinear) -> "GateAndTopK":
+        """In the place of vLLM's router and gate.
+
+        Args:
+            router: vLLM's.
+            gate: the layer's.
+        """
+        fused = cls(
             router.top_k,
             router.global_num_experts,
             router.scoring_func,
             router.renormalize,
             router.eplb_state,
         )
-        self.gate = gate
-        prepare_kernel(gate.weight, self.top_k)  # no graph may be captured while it is compiled
+        fused.gate = gate
+        # No graph may be captured while it is compiled.
+        prepare_kernel(gate.weight, router.top_k)
+        return fused
 
     def _compute_routing(
         self,
