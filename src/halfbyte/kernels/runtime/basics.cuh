@@ -127,9 +127,9 @@ __device__ __forceinline__ u32 both_high(u32 x) {
 // Programmatic dependent launch: results of the previous kernel may be read after wait_for_previous; allow_next lets the
 // next kernel start, once all CTAs have called it or ended.
 //
-// A layer's small kernels (norms, SwiGLU, rotary embedding, merge) call allow_next before they wait: when they end, the next
-// kernel's CTAs are there and have loaded weights. These may have started before kernels further back have ended. Hence
-// the rules:
+// A layer's small kernels (norms, SwiGLU, rotary embedding, merge, router) call allow_next before they wait: when they
+// end, the next kernel's CTAs are there and have loaded weights. These may have started before kernels further back have
+// ended. Hence the rules:
 //
 //   - Before its wait a kernel reads nothing but weights and writes nothing. (Positions it may read for a prefetch.)
 //   - At least one thread of a launch waits, so that a kernel ends after those in front.

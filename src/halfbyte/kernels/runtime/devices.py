@@ -27,6 +27,10 @@ class Memory(NamedTuple):
         return cls(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
+contiguous_memory = lru_cache(maxsize=4096)(Memory.contiguous)
+"""`Memory.contiguous`, cached for launchers that need it in every call."""
+
+
 def allocate(memory: Memory, device: int) -> torch.Tensor:
     """An uninitialized tensor on the GPU with index `device`."""
     if _empty_on_current_gpu and device == torch._C._cuda_getDevice():

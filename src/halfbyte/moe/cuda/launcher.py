@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels.runtime import nvrtc
-from halfbyte.kernels.runtime.devices import Memory, allocate
+from halfbyte.kernels.runtime.devices import allocate, contiguous_memory
 from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
 from halfbyte.moe.cuda.packed import PackedMatrix
@@ -67,8 +67,8 @@ def run(
         middle = _launch(hidden, gate_up, activation, pairs, m)
         return sum_results(_launch(middle, down, None, pairs, m), pairs)
     last = _Last(
-        allocate(_memory((work.tiles,), torch.int32), device),
-        allocate(_memory((m, down.n), hidden.dtype), device),
+        allocate(contiguous_memory((work.tiles,), torch.int32), device),
+        allocate(contiguous_memory((m, down.n), hidden.dtype), device),
     )
     middle = _launch(hidden, gate_up, activation, pairs, m, last)
     _launch(middle, down, None, pairs, m, last)
@@ -80,9 +80,6 @@ class _Last(NamedTuple):
 
     tickets: torch.Tensor
     sum: torch.Tensor
-
-
-_memory = lru_cache(maxsize=4096)(Memory.contiguous)
 
 
 def _launch(
@@ -105,7 +102,7 @@ def _launch(
     arguments = product_arguments(Params, matrices, activation, **shares)
     arguments.params.pairs = pairs
     columns = work.n if activation is None else work.n // 2
-    out = allocate(_memory((pairs.count, columns), x.dtype), device)
+    out = allocate(contiguous_memory((pairs.count, columns), x.dtype), device)
     arguments.bind(weight=matrices.packed, x=x, out=out)
     if last:
         arguments.bind(tickets=last.tickets, sum=last.sum)

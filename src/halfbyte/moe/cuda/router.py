@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels.runtime import nvrtc
-from halfbyte.kernels.runtime.devices import Memory, allocate
+from halfbyte.kernels.runtime.devices import allocate, contiguous_memory
 from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
 from halfbyte.linear.w4a16.packed_words import DTYPES
@@ -104,16 +104,15 @@ def route_few(
     device = x.get_device()
     shape = RouterShape(len(gate), hidden, top_k, x.dtype)
     arguments = KernelArguments(Params, m=m, renormalize=renormalize)
-    weights, ids = (allocate(_memory((m, top_k), t), device) for t in (torch.float32, torch.int32))
+    weights, ids = (
+        allocate(contiguous_memory((m, top_k), t), device) for t in (torch.float32, torch.int32)
+    )
     arguments.bind(x=x, gate=gate, weights=weights, ids=ids)
     optional = {"bias": bias, "padding": padding}
     arguments.bind(**{name: t for name, t in optional.items() if t is not None})
     kernel, grid = compile_router(shape, device), -(-m // _RANKS) * _RANKS
     nvrtc.launch(kernel, grid, shape.threads, (arguments.params,), overlap=True)
     return weights, ids
-
-
-_memory = lru_cache(maxsize=4096)(Memory.contiguous)
 
 
 @lru_cache(maxsize=256)

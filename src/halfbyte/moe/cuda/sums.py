@@ -1,21 +1,17 @@
 """Launches the kernel that adds up a token's results."""
 
 import ctypes
-from functools import lru_cache
 
 import torch
 
 from halfbyte.kernels.runtime import nvrtc
-from halfbyte.kernels.runtime.devices import Memory, allocate
+from halfbyte.kernels.runtime.devices import allocate, contiguous_memory
 from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.linear.w4a16.gpu import dtype_macros
 from halfbyte.moe.cuda.pairs import Pairs
 
 _THREADS, _COLUMNS, _SORTED_COLUMNS = 128, 4, 8
 """Threads of a CTA, and columns of a thread."""
-
-
-_memory = lru_cache(maxsize=4096)(Memory.contiguous)
 
 
 class _Params(ctypes.Structure):
@@ -51,7 +47,7 @@ def sum_results(
     """
     n, device = n or results.shape[1], results.get_device()
     m = pairs.count // pairs.top_k
-    out = allocate(_memory((m, n), results.dtype), device)
+    out = allocate(contiguous_memory((m, n), results.dtype), device)
     columns = _COLUMNS if places is None else _SORTED_COLUMNS
     blocks = -(-n // (_THREADS * columns))
     if places is None:

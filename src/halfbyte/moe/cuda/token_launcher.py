@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from halfbyte.kernels.runtime import nvrtc
-from halfbyte.kernels.runtime.devices import Memory, allocate
+from halfbyte.kernels.runtime.devices import allocate, contiguous_memory
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
 from halfbyte.moe.cuda.launcher import Params, fraction_of, product_arguments, work_of
 from halfbyte.moe.cuda.packed import PackedMatrix
@@ -50,7 +50,7 @@ def _launch(
     shares = {"max_entries": pairs.count, "fraction": fraction_of(grid)}
     arguments = product_arguments(Params, matrices, activation, **shares)
     arguments.params.pairs = pairs
-    out = allocate(Memory.contiguous(shape, x.dtype), device)
+    out = allocate(contiguous_memory(shape, x.dtype), device)
     arguments.bind(weight=matrices.packed, x=x, out=out)
     kernel = _kernel(x.dtype, plan, work, device)
     kernel = kernel._replace(shared_bytes=plan.shared_bytes(work, pairs.count))

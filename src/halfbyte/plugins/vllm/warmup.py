@@ -76,8 +76,8 @@ _BATCHES = (
 )
 """One batch for each kernel of `halfbyte.attention`: decoding, drafts, short and long prompts, with
 and without cached tokens, and mixed batches."""
-_LEAST_STORED = 160
-"""Tokens of the smallest of `_stored`; `_BATCHES` have smaller ones."""
+_MIN_STORED = 160
+"""Min tokens of a step of `_stored`; `_BATCHES` have smaller ones."""
 _QUERY_TILES = (16, 32, 64, 128)
 """Rows (query tokens times query heads per KV head) of tiles of the `triton` backend."""
 
@@ -159,20 +159,20 @@ def batches(
             yield batch
 
 
-def _stored(most: int, longest: int, cached: int) -> Iterator[tuple[Tokens, ...]]:
-    """Steps for the kernels that store: one for about every number of tokens from which another one
-    runs, which is a factor of two apart, and each writes the rings, too, if no prompt has earlier
-    tokens.
+def _stored(max_tokens: int, max_len: int, cached: int) -> Iterator[tuple[Tokens, ...]]:
+    """Steps that need all kernels that store. The number of tokens selects one, and each has a
+    variant that writes the rings, for prompts without earlier tokens. Sizes double, because each
+    kernel's range of tokens spans at least a factor of two or ends at `max_tokens`.
 
     Args:
-        most: tokens of the largest step.
-        longest: of a sequence.
+        max_tokens: of a step.
+        max_len: of a sequence.
         cached: tokens of a sequence that has earlier ones.
     """
-    sizes = [_LEAST_STORED << i for i in range(most.bit_length())]
-    for size in (*(size for size in sizes if size < most), most):
+    sizes = [_MIN_STORED << i for i in range(max_tokens.bit_length())]
+    for size in (*(size for size in sizes if size < max_tokens), max_tokens):
         for start in (0, cached):
-            if new := max(0, longest - start):
+            if new := max(0, max_len - start):
                 whole, rest = divmod(size, new)
                 yield (Tokens(new, start),) * whole + (Tokens(rest, start),) * (rest > 0)
 

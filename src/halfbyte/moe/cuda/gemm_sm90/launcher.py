@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels.runtime import nvrtc
-from halfbyte.kernels.runtime.devices import Memory, allocate, current_device
+from halfbyte.kernels.runtime.devices import allocate, contiguous_memory, current_device
 from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.kernels.runtime.tensor_maps import TensorMap, tensor_map, tensor_map_of_boxes
 from halfbyte.linear.w4a16.gpu import dtype_macros, gpu_of
@@ -35,9 +35,6 @@ from halfbyte.moe.cuda.sums import compile_sum, sum_results
 from halfbyte.moe.experts import GatedActivation
 
 _THREADS = 384
-
-
-_memory = lru_cache(maxsize=4096)(Memory.contiguous)
 
 
 class _SortParams(ctypes.Structure):
@@ -111,7 +108,9 @@ def run(
     tokens = tokens or choose_tokens(works, num_pairs, gpu.block_bytes, gpu.num_sms)
     pairs = pairs_of(topk_ids, topk_weights, works[0].num_experts)
     found = _sort(hidden, pairs, tokens, device)
-    middle = allocate(_memory((found.x.shape[0], _padded(works[1].k)), hidden.dtype), device)
+    middle = allocate(
+        contiguous_memory((found.x.shape[0], _padded(works[1].k)), hidden.dtype), device
+    )
     # Down's results take the place of the tokens, which are no longer needed.
     results = found.x
     if tokens == NARROW:
@@ -125,8 +124,8 @@ def run(
 def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sorted:
     h, num_experts = hidden.shape[1], pairs.num_experts
     tiles = max_tiles(pairs.count, num_experts, tokens)
-    x = _memory((max_rows(pairs.count, num_experts), _padded(h)), hidden.dtype)
-    lists = allocate(_memory((4 * tiles + 2 * pairs.count + 3,), torch.int32), device)
+    x = contiguous_memory((max_rows(pairs.count, num_experts), _padded(h)), hidden.dtype)
+    lists = allocate(contiguous_memory((4 * tiles + 2 * pairs.count + 3,), torch.int32), device)
     found = _Sorted(
         allocate(x, device),
         lists[4 * tiles : -3],

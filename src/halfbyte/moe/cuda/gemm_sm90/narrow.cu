@@ -71,7 +71,7 @@ struct Loader {
     while (work.next(all.gate_up)) load_weights(all.gate_up, work.tile, work.row_pair, half);
     int2 tile;
     int row_pair;
-    while (draws.take(tile, row_pair)) {
+    while (draws.pop(tile, row_pair)) {
       draws.release();
       load_weights(all.down, tile, row_pair, half);
     }
@@ -82,7 +82,7 @@ struct Loader {
     while (work.next(all.gate_up)) load_x(work.tile, all.gate_up.steps, x_map);
     int2 packed;
     int row_pair, last = -1;
-    while (draws.take(packed, row_pair)) {
+    while (draws.pop(packed, row_pair)) {
       draws.release();
       const Tile tile(packed);
       if (tile.first != last) Written{all.written}.wait(tile.first / 16, 2 * all.gate_up.row_pairs);
@@ -190,7 +190,7 @@ struct Worker {
     }
   }
 
-  // `last`: the tile of `middle` that this thread has stored, but not said so; -1 if there is none.
+  // `last`: the tile of `middle` that this thread has stored, but not counted in `written`; -1 if there is none.
   template <bool IS_GATED>
   __device__ __forceinline__ void multiply_and_store(const Params& p, int2 packed, int row_pair,
                                                      const TensorMap* out_map, int& last) {
@@ -205,8 +205,8 @@ struct Worker {
       multiply_tile<1>(sums, p.steps);
 #pragma unroll
     for (int half = 0; half < TILES; half++) vectors[half].complete();
-    // A tile later than they were stored: nobody waits yet.
-    if (IS_GATED && last >= 0) Written{all.written}.say(last);
+    // One tile late, so that the stores have ended.
+    if (IS_GATED && last >= 0) Written{all.written}.add(last);
     wait_for_strips(place.group);
 #pragma unroll
     for (int half = 0; half < TILES; half++) {
@@ -222,10 +222,10 @@ struct Worker {
     while (work.next(all.gate_up))
       multiply_and_store<true>(all.gate_up, work.tile, work.row_pair, middle_map, last);
     // Before this CTA's first tile of down, which may wait for it.
-    if (last >= 0) Written{all.written}.say(last);
+    if (last >= 0) Written{all.written}.add(last);
     int2 tile;
     int row_pair;
-    while (draws.take(tile, row_pair)) {
+    while (draws.pop(tile, row_pair)) {
       __syncwarp();
       draws.release(place.lane == 0);
       multiply_and_store<false>(all.down, tile, __shfl_sync(~0u, row_pair, 0), out_map, last);

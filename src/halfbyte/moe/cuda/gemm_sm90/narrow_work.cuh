@@ -1,4 +1,4 @@
-// What CTAs of narrow.cu compute of down: how they draw their tiles, and hear that these can be loaded.
+// Tiles of down in narrow.cu: how CTAs draw them, and wait until they can be loaded.
 
 #pragma once
 #include "moe/cuda/gemm_sm90/memory.cuh"
@@ -18,8 +18,8 @@ struct Products {
 struct Written {
   u64* pieces;
 
-  // Says that this thread's last stores are in memory.
-  __device__ __forceinline__ void say(int tile) const {
+  // Waits until this thread's last stores are in memory, and counts them.
+  __device__ __forceinline__ void add(int tile) const {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(pieces + tile), "l"(1ull) : "memory");
   }
@@ -54,14 +54,14 @@ struct Draws {
   __device__ __forceinline__ void wait_for_place() const { barrier_wait(empty + 8 * at.stage, at.parity ^ 1); }
 
   // After that. `row_pair` is -1 behind the last tile.
-  __device__ __forceinline__ void give(int2 tile, int row_pair) {
+  __device__ __forceinline__ void push(int2 tile, int row_pair) {
     store16(entries + 16 * at.stage, make_uint4(tile.x, tile.y, row_pair, 0));
     barrier_arrive(full + 8 * at.stage);
     at.next();
   }
 
   // Whether there is a tile, which is to be released, by a warp once.
-  __device__ __forceinline__ bool take(int2& tile, int& row_pair) const {
+  __device__ __forceinline__ bool pop(int2& tile, int& row_pair) const {
     barrier_wait(full + 8 * at.stage, at.parity);
     const uint4 entry = load16(entries + 16 * at.stage);
     tile = make_int2(entry.x, entry.y), row_pair = entry.z;
@@ -74,10 +74,10 @@ struct Draws {
   }
 };
 
-// Draws this CTA's tiles of down; called by a thread that does nothing else, so that nobody waits for what it asks
-// memory. A tile is waited for until all CTAs have computed their rows of it, so a CTA draws only if it has seen that
-// all have started: those that have no room yet, perhaps because another such kernel has it, could wait for this one
-// to end. The last to start always sees it, and computes all of down if nobody else does.
+// Draws this CTA's tiles of down; called by a thread that does nothing else, so that no loader waits for its atomics. A
+// tile of down needs rows of `middle` from several CTAs. A CTA that is not resident, perhaps because another such
+// kernel runs, may have to wait until this one ends, so this one must not wait for it: a CTA draws only if it has seen
+// that all CTAs have started. The last one to start always sees that, and computes the tiles that no other CTA draws.
 __device__ __forceinline__ void draw_tiles(const Products& all, Draws draws) {
   const Params& p = all.down;
   const int end = __ldcg(p.num_tiles) * p.row_pairs;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void draw_tiles(const Products& all, Draws draws) {
     const int drawn = atomicAdd(all.counters + 1, 1);
     if (drawn >= end) break;
     const int tile = drawn / p.row_pairs;
-    draws.give(__ldcg(p.tiles + tile), drawn - tile * p.row_pairs);
+    draws.push(__ldcg(p.tiles + tile), drawn - tile * p.row_pairs);
   }
-  draws.give(make_int2(0, 0), -1);
+  draws.push(make_int2(0, 0), -1);
 }
