@@ -229,7 +229,7 @@ def test_functions_are_short_and_take_few_arguments() -> None:
         arguments = [argument.arg for argument in node.args.posonlyargs + node.args.args]
         count = len(arguments) - (arguments[:1] in (["self"], ["cls"]))
         # Typer makes options of arguments, and operators of torch take tensors and numbers only.
-        is_flat = place.startswith("cli/") or "linear_op" in decorators
+        is_flat = place.startswith("cli/") or decorators & {"linear_op", "operator"}
         if count > POSITIONAL and not is_flat:
             greedy.add(place)
     assert long == []

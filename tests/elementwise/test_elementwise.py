@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from cuda_on_host import guarded, needs_compiler, overlapping_kernels
-from halfbyte.elementwise import add_rms_norm, ops, rms_norm, rotary_embedding, silu_and_mul
+from halfbyte.elementwise import (
+    add_rms_norm,
+    norms,
+    operands,
+    qk_norm_rotary_embedding,
+    rms_norm,
+    rotary,
+    rotary_embedding,
+    silu_and_mul,
+)
 from linear.cases import random_layer
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -30,14 +39,14 @@ def on_host(call: Any, *arguments: Any) -> Any:
         else x
         for x in arguments
     ]
-    ops._kernel.cache_clear()
+    operands.load_kernel.cache_clear()
     with (
         overlapping_kernels(90),
         patch.object(torch, "empty", empty),
         patch.object(torch, "empty_like", like),
     ):
         result = call(*moved)
-    ops._kernel.cache_clear()
+    operands.load_kernel.cache_clear()
     return result
 
 
@@ -59,11 +68,11 @@ def test_norm_on_host(rows: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
     x, residual = 3 * torch.randn(2, rows, size).to(dtype)
     weight = torch.randn(size).to(dtype)
-    out, total = on_host(ops.normalize, x, residual, weight, 1e-5)
+    out, total = on_host(norms.normalize, x, residual, weight, 1e-5)
     exact = x.double() + residual.double()
     assert torch.equal(total, (x.float() + residual.float()).to(dtype))
     assert_rounded_once(out, exact_norm(exact, weight, 1e-5))
-    alone, none = on_host(ops.normalize, x, None, weight, 1e-5)
+    alone, none = on_host(norms.normalize, x, None, weight, 1e-5)
     assert none is None
     assert_rounded_once(alone, exact_norm(x.double(), weight, 1e-5))
 
@@ -72,7 +81,7 @@ def test_norm_on_host(rows: int, size: int, dtype: torch.dtype) -> None:
 def test_norm_on_host_of_rows_with_a_stride() -> None:
     x = torch.randn(4, 3 * 64).bfloat16()[:, 64:128]
     weight = torch.ones(64).bfloat16()
-    out, _ = on_host(ops.normalize, x, None, weight, 0.0)
+    out, _ = on_host(norms.normalize, x, None, weight, 0.0)
     assert_rounded_once(out, exact_norm(x.double(), weight, 0.0))
 
 
@@ -83,7 +92,7 @@ def test_gate_on_host(rows: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
     x = (4 * torch.randn(rows, 2 * size)).to(dtype)
     x[0, 0], x[-1, 1] = 200.0, -200.0
-    found = on_host(ops.gate, x)
+    found = on_host(norms.gate, x)
     first, second = x.double().chunk(2, dim=-1)
     assert_rounded_once(found, F.silu(first) * second, 0.6)
 
@@ -113,17 +122,93 @@ def rotary_arguments(name: str, dtype: torch.dtype, tokens: int = 7) -> tuple[An
 def test_rotary_on_host_equals_the_operator_on_a_cpu(name: str, dtype: torch.dtype) -> None:
     arguments = rotary_arguments(name, dtype)
     for found, expected in zip(
-        on_host(ops.rotate, *arguments), rotary_embedding(*arguments), strict=True
+        on_host(rotary.rotate, *arguments), rotary_embedding(*arguments), strict=True
     ):
         assert torch.equal(found, expected)
 
 
+def head_norms(name: str, dtype: torch.dtype) -> rotary.HeadNorms:
+    query_weight, key_weight = torch.randn(2, ROTARY[name][2]).to(dtype)
+    return rotary.HeadNorms(query_weight, key_weight, 1e-5)
+
+
+def qk_norm_rotary_arguments(
+    name: str, dtype: torch.dtype, tokens: int = 7
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments of the operator and of its launcher."""
+    arguments = rotary_arguments(name, dtype, tokens)
+    own = head_norms(name, dtype)
+    return (*arguments[:3], *own, *arguments[3:]), (*arguments, own)
+
+
+def exact_qk_norm_rotary(x: torch.Tensor, weight: torch.Tensor, arguments: tuple[Any, ...]) -> Any:
+    """In float64."""
+    positions, _, _, table, head_size, interleaved = arguments
+    heads = exact_norm(x.double().unflatten(-1, (-1, head_size)), weight, 1e-5)
+    cosines, sines = table.double()[positions][:, None].chunk(2, dim=-1)
+    half = cosines.shape[-1]
+    first, second = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+        if interleaved
+        else (slice(0, half), slice(half, 2 * half))
+    )
+    out = heads.clone()
+    out[..., first] = heads[..., first] * cosines - heads[..., second] * sines
+    out[..., second] = heads[..., second] * cosines + heads[..., first] * sines
+    return out.flatten(1)
+
+
+def assert_normed_and_rotated(found: Any, dtype: torch.dtype, arguments: tuple[Any, ...]) -> None:
+    """As float64, up to one rounding and what differences of products cancel."""
+    *plain, own = arguments
+    for out, x, weight in zip(found, plain[1:3], own[:2], strict=True):
+        exact = exact_qk_norm_rotary(x, weight, tuple(plain))
+        error = (out.double() - exact).abs()
+        assert (error <= torch.finfo(dtype).eps * (0.51 * exact.abs() + 1e-3)).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROTARY)
+def test_norms_and_rotary_on_host(name: str, dtype: torch.dtype) -> None:
+    of_operator, of_launcher = qk_norm_rotary_arguments(name, dtype)
+    assert_normed_and_rotated(on_host(rotary.rotate, *of_launcher), dtype, of_launcher)
+    assert_normed_and_rotated(qk_norm_rotary_embedding(*of_operator), dtype, of_launcher)
+
+
+@needs_compiler
+@pytest.mark.parametrize("tokens", [1, 3, 29])
+def test_lanes_beyond_the_last_head(tokens: int) -> None:
+    """Heads of 80 channels leave lanes without values, the last warp has heads of no token."""
+    _, arguments = qk_norm_rotary_arguments("partial", torch.bfloat16, tokens)
+    assert_normed_and_rotated(on_host(rotary.rotate, *arguments), torch.bfloat16, arguments)
+
+
+def test_norms_and_rotary_in_float32() -> None:
+    """One operator computes what two compute."""
+    of_operator, of_launcher = qk_norm_rotary_arguments("partial", torch.float32)
+    positions, query, key, table, head_size, interleaved, own = of_launcher
+    normed = [
+        rms_norm(x.unflatten(-1, (-1, head_size)), weight, own.epsilon).flatten(1)
+        for x, weight in zip((query, key), own[:2], strict=True)
+    ]
+    expected = rotary_embedding(positions, *normed, table, head_size, interleaved)
+    for found, wanted in zip(qk_norm_rotary_embedding(*of_operator), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 @needs_compiler
 def test_no_tokens() -> None:
-    assert on_host(ops.gate, torch.zeros(0, 64).bfloat16()).shape == (0, 32)
-    assert on_host(ops.normalize, *torch.zeros(2, 0, 64).bfloat16(), torch.ones(64).bfloat16(), 0.1)
-    for x in on_host(ops.rotate, *rotary_arguments("llama", torch.bfloat16, tokens=0)):
-        assert x.numel() == 0
+    assert on_host(norms.gate, torch.zeros(0, 64).bfloat16()).shape == (0, 32)
+    assert on_host(
+        norms.normalize, *torch.zeros(2, 0, 64).bfloat16(), torch.ones(64).bfloat16(), 0.1
+    )
+    for arguments in (
+        rotary_arguments("llama", torch.bfloat16, tokens=0),
+        qk_norm_rotary_arguments("llama", torch.bfloat16, tokens=0)[1],
+    ):
+        for x in on_host(rotary.rotate, *arguments):
+            assert x.numel() == 0
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
@@ -134,6 +219,7 @@ def test_operators_on_a_cpu(dtype: torch.dtype) -> None:
     torch.library.opcheck(add_rms_norm, (x, residual, weight, 1e-5))
     torch.library.opcheck(silu_and_mul, (x,))
     torch.library.opcheck(rotary_embedding, rotary_arguments("llama", dtype))
+    torch.library.opcheck(qk_norm_rotary_embedding, qk_norm_rotary_arguments("llama", dtype)[0])
     if dtype == torch.float32:
         expected = F.rms_norm(x + residual, (64,), weight, 1e-5)
         out, total = add_rms_norm(x, residual, weight, 1e-5)
@@ -156,7 +242,7 @@ def test_results_are_contiguous(dtype: torch.dtype) -> None:
 
 def test_a_weight_that_is_not_aligned_is_copied() -> None:
     weight = torch.randn(65).bfloat16()[1:]
-    rows = ops._rows(weight[None])
+    rows = operands.as_rows(weight[None])
     assert weight.data_ptr() % 16
     assert not rows.data_ptr() % 16
     assert torch.equal(rows[0], weight)
@@ -165,6 +251,8 @@ def test_a_weight_that_is_not_aligned_is_copied() -> None:
 def test_tensors_must_fit() -> None:
     x, weight = torch.randn(3, 64), torch.ones(64)
     positions, query, key, table, *rest = rotary_arguments("llama", torch.float32)
+    (*_, first, second, epsilon, _, _, _), _ = qk_norm_rotary_arguments("llama", torch.float32)
+    normed = (positions, query, key)
     for call, arguments, message in (
         (rms_norm, (x, weight[:63], 1e-5), r"weight: expected \[64\] on cpu, got \[63\]"),
         (add_rms_norm, (x, x[:1], weight, 1e-5), r"residual: expected \[3, 64\] on cpu, got \[1,"),
@@ -175,6 +263,21 @@ def test_tensors_must_fit() -> None:
         (rotary_embedding, (positions, query, key.view(7, 8, 128), table, *rest), "key: expected"),
         (rotary_embedding, (positions, query, key[:, 1:], table, *rest), "key: expected heads"),
         (rotary_embedding, (positions, query, key, table[:, :3], *rest), "table: expected up to"),
+        (
+            qk_norm_rotary_embedding,
+            (*normed, first[1:], second, epsilon, table, *rest),
+            r"query_weight: expected \[128\] on cpu, got \[127\]",
+        ),
+        (
+            qk_norm_rotary_embedding,
+            (*normed, first, second[None], epsilon, table, *rest),
+            r"key_weight: expected \[128\]",
+        ),
+        (
+            qk_norm_rotary_embedding,
+            (positions, query, key[:, 1:], first, second, epsilon, table, *rest),
+            "key: expected heads",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call(*arguments)
@@ -201,6 +304,10 @@ def test_kernels_on_a_gpu(tokens: int, dtype: torch.dtype) -> None:
             rotary_embedding(*on_gpu), rotary_embedding(*arguments), strict=True
         ):
             assert torch.equal(found.cpu(), expected)
+        normed, of_launcher = qk_norm_rotary_arguments(name, dtype, tokens)
+        normed_on_gpu = [a.cuda() if isinstance(a, torch.Tensor) else a for a in normed]
+        results = [x.cpu() for x in qk_norm_rotary_embedding(*normed_on_gpu)]
+        assert_normed_and_rotated(results, dtype, of_launcher)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any
 
 from halfbyte.plugins.vllm import connectors
-from halfbyte.plugins.vllm.compilation import fuse_swiglu, overlap_launches
+from halfbyte.plugins.vllm.compilation import fuse_operators, overlap_launches
 from halfbyte.plugins.vllm.formats import CARRIER
 from halfbyte.plugins.vllm.log import follow_vllm
 from halfbyte.plugins.vllm.options import ALL_CACHE_DTYPES, SECTION, Options
@@ -57,7 +57,7 @@ def install() -> None:
         check_own(self)
         _check_options(self)
         overlap_launches(self)
-        fuse_swiglu(self)
+        fuse_operators(self)
 
     VllmConfig.__post_init__ = check_both
 

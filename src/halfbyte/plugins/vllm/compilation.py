@@ -3,11 +3,8 @@
 from typing import Any
 
 from halfbyte.kernels.runtime.inductor import OVERLAP, can_overlap
-from halfbyte.plugins.vllm.layers import is_timed, wants_layers
+from halfbyte.plugins.vllm.layers import FUSIONS, is_timed, joins_head_norms, wants_layers
 from halfbyte.plugins.vllm.registry import uses_halfbyte, wants_kernels
-
-_PASS = "post_grad_custom_post_pass"
-"""Where vLLM looks for a pass of the user's, which it runs after its own."""
 
 
 def overlap_launches(vllm_config: Any) -> None:
@@ -31,8 +28,10 @@ def overlap_launches(vllm_config: Any) -> None:
         options.setdefault(OVERLAP, True)
 
 
-def fuse_swiglu(vllm_config: Any) -> None:
-    """Let NVFP4 layers apply the SwiGLU behind them, in runs whose layers both are halfbyte's.
+def fuse_operators(vllm_config: Any) -> None:
+    """Let NVFP4 layers apply the SwiGLU behind them, and rotary embeddings the norms before them.
+
+    Only in runs whose layers all are halfbyte's.
 
     A pass of the user's takes precedence, and a vLLM that has none is left alone.
 
@@ -44,10 +43,12 @@ def fuse_swiglu(vllm_config: Any) -> None:
     )
     if options is None or not uses_halfbyte(vllm_config):
         return
-    if not (wants_layers(vllm_config) and wants_kernels(vllm_config, "linear")):
+    swiglu = wants_layers(vllm_config) and wants_kernels(vllm_config, "linear")
+    head_norms = joins_head_norms(vllm_config)
+    if not (swiglu or head_norms):
         return
     try:
-        from halfbyte.plugins.vllm.swiglu_pass import FuseSwiGLU
+        from halfbyte.plugins.vllm.fusions import Fusions
     except ImportError:
         return
-    options.setdefault(_PASS, FuseSwiGLU())
+    options.setdefault(FUSIONS, Fusions(swiglu, head_norms))

@@ -14,7 +14,7 @@ import torch
 
 from halfbyte.after_import import after_import
 from halfbyte.elementwise import add_rms_norm, rms_norm, rotary_embedding, silu_and_mul
-from halfbyte.elementwise.ops import KERNEL_DTYPES
+from halfbyte.elementwise.operands import KERNEL_DTYPES
 from halfbyte.kernels.runtime.inductor import can_overlap
 from halfbyte.plugins.vllm.options import LastModel, Options
 from halfbyte.plugins.vllm.registry import uses_halfbyte, wants_kernels
@@ -22,7 +22,11 @@ from halfbyte.plugins.vllm.registry import uses_halfbyte, wants_kernels
 _LAYERS = "vllm.model_executor.layers."
 _MIN_NORM = 1024
 """Min size of a norm. Smaller ones are of single heads; Inductor joins them with the rotary
-embedding after them, so models that have such norms keep both."""
+embedding after them, so models that have such norms keep both, unless a pass joins them."""
+_NORMS_BEFORE_ROTATION = ("qwen3", "qwen3_moe")
+"""Types of models that normalize the heads of q and k right before they rotate them."""
+FUSIONS = "post_grad_custom_post_pass"
+"""Where vLLM looks for a pass of the user's, which it runs after its own."""
 
 
 def install() -> None:
@@ -38,7 +42,10 @@ def install() -> None:
 class _Model:
     """What its layers share."""
 
+    joins_head_norms: bool
+    """Whether a pass joins norms of heads with the rotary embedding after them."""
     has_head_norms: bool = False
+    """Whether it has norms of heads that nothing joins."""
 
 
 def wants_layers(vllm_config: Any) -> bool:
@@ -59,6 +66,17 @@ def wants_layers(vllm_config: Any) -> bool:
     if not can_overlap(capability.to_int()) or _batch_invariant():
         return False
     return choice == "on" or _was_timed(vllm_config)
+
+
+def joins_head_norms(vllm_config: Any) -> bool:
+    """Whether `FuseHeadNorms` is for a run's graphs: a model with norms of heads, on the kernels.
+
+    Args:
+        vllm_config: vLLM's.
+    """
+    text_config = getattr(vllm_config.model_config, "hf_text_config", None)
+    model_type = getattr(text_config, "model_type", None)
+    return model_type in _NORMS_BEFORE_ROTATION and wants_layers(vllm_config)
 
 
 def _was_timed(vllm_config: Any) -> bool:
@@ -140,15 +158,18 @@ def _extend(
 def _model_of(vllm_config: Any) -> _Model:
     """The object of the model that is being created."""
     if LastModel.of_layers is None or LastModel.of_layers[0] is not vllm_config:
-        LastModel.of_layers = vllm_config, _Model()
+        options = vllm_config.compilation_config.inductor_compile_config
+        joins = getattr(options.get(FUSIONS), "joins_head_norms", False)
+        LastModel.of_layers = vllm_config, _Model(joins)
     model: _Model = LastModel.of_layers[1]
     return model
 
 
 def _is_wide(norm: Any, model: _Model) -> bool:
-    """Whether a norm is wider than a head; if not, notes in `model` that heads have norms."""
-    model.has_head_norms |= norm.hidden_size < _MIN_NORM
-    return bool(norm.hidden_size >= _MIN_NORM)
+    """Whether a norm is wider than a head, or joined; if not, that is noted in `model`."""
+    suits = bool(norm.hidden_size >= _MIN_NORM) or model.joins_head_norms
+    model.has_head_norms |= not suits
+    return suits
 
 
 def _norm(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:

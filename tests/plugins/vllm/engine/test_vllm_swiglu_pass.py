@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 
 from halfbyte.linear.w4a16 import swiglu
 from halfbyte.plugins.vllm import compilation
+from halfbyte.plugins.vllm.fusions import Fusions
 from halfbyte.plugins.vllm.swiglu_pass import FuseSwiGLU
 from plugins.vllm.engine.engines import TEXTS
 from plugins.vllm.engine.gpu_engines import GPU, assert_alike, gpu_engine, scored
@@ -117,12 +118,13 @@ def test_runs_with_both_kernels_get_the_pass(monkeypatch: pytest.MonkeyPatch) ->
             answer = name != missing
             monkeypatch.setattr(compilation, name, lambda *arguments, answer=answer: answer)
         config = VllmConfig()
-        compilation.fuse_swiglu(config)
+        compilation.fuse_operators(config)
         options = config.compilation_config.inductor_compile_config
         found = options.get(key)
-        assert isinstance(found, FuseSwiGLU) == (missing is None)
+        assert isinstance(found, Fusions) == (missing is None)
         if missing is None:
-            assert pickle.loads(pickle.dumps(found)).uuid() == FuseSwiGLU().uuid()
+            assert [type(part) for part in found.passes] == [FuseSwiGLU]
+            assert pickle.loads(pickle.dumps(found)).uuid() == Fusions(True, False).uuid()
             config.compute_hash()  # vLLM's cache of graphs asks for it
 
 
@@ -132,7 +134,7 @@ def test_a_pass_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     config, own = VllmConfig(), FuseSwiGLU()
     options = config.compilation_config.inductor_compile_config
     options["post_grad_custom_post_pass"] = own
-    compilation.fuse_swiglu(config)
+    compilation.fuse_operators(config)
     assert options["post_grad_custom_post_pass"] is own
 
 
