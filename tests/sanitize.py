@@ -27,7 +27,12 @@ from attention.cases import (
 from attention.prefill.dense_cases import inputs_of
 from halfbyte.attention import paged_attention
 from halfbyte.attention.prefill.key_ranges import KeyRanges
-from halfbyte.elementwise import add_rms_norm, rotary_embedding, silu_and_mul
+from halfbyte.elementwise import (
+    add_rms_norm,
+    qk_norm_rotary_embedding,
+    rotary_embedding,
+    silu_and_mul,
+)
 from halfbyte.kvcache import read_tokens, reshape_and_cache
 from halfbyte.layouts import PageLayout
 from halfbyte.moe import GPT_OSS, SWIGLU, moe_experts, route, route_reference
@@ -236,17 +241,23 @@ def recipe_stores() -> None:
 
 
 def small() -> None:
-    """Norms, SwiGLU and rotary embedding."""
+    """Norms, SwiGLU and rotary embedding, also of normalized heads."""
+
+    def normed(*tensors: torch.Tensor) -> Any:
+        return qk_norm_rotary_embedding(*tensors[:5], 1e-5, tensors[5], 128, False)
+
     angles = torch.rand(50, 32)
     table = torch.cat([angles.cos(), angles.sin()], dim=1).bfloat16()
     for rows in (1, 7, 600):
         print("small", rows, flush=True)
         x, residual = torch.randn(2, rows, 4096).bfloat16()
         weight, positions = torch.randn(4096).bfloat16(), torch.randint(50, (rows,))
+        head_weights = weight[:128], weight[128:256]
         for call, tensors, options in (
             (add_rms_norm, (x, residual, weight), (1e-5,)),
             (silu_and_mul, (x,), ()),
             (rotary_embedding, (positions, x[:, :3072], x[:, 3072:], table), (128, False)),
+            (normed, (positions, x[:, :3072], x[:, 3072:], *head_weights, table), ()),
         ):
             found = call(*(tensor.cuda() for tensor in tensors), *options)
             torch.testing.assert_close(found, call(*tensors, *options), check_device=False)
@@ -384,9 +395,9 @@ def tiles() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         return
     for name, options in EXPERTS.items():
-        made = random_experts(8, 608, 96, **options)
+        made = random_experts(8, 1632, 608, **options)  # more steps than rings have slots
         matrices = packed_matrices(on_gpu(made), options["dtype"])
-        x = random_hidden(150, 608, options["dtype"])
+        x = random_hidden(150, 1632, options["dtype"])
         one = torch.full((150, 1), 5), torch.ones(150, 1)
         for ids, weights in (random_routing(150, 2, 6), one):
             for tokens in TOKENS:

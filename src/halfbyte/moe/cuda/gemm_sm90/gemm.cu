@@ -59,9 +59,9 @@ struct Worker {
     barrier_arrive_mapped(peer_empty + barrier);
   }
 
-  // After matmuls that took what all lanes have read.
+  // When this lane has read its part.
   __device__ __forceinline__ void release_weights() {
-    if (place.lane == 0) barrier_arrive(barriers.weight_empty + 8 * w.stage);
+    barrier_arrive(barriers.weight_empty + 8 * w.stage);
     w.next();
   }
 
@@ -152,7 +152,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     for (int i = 0; i < STAGES; i++) barrier_init(barriers.empty + 8 * i, 2 * WORKERS / 32);
     for (int i = 0; i < WEIGHT_SLOTS; i++) {
       barrier_init(barriers.weight_full + 8 * i, 1);
-      barrier_init(barriers.weight_empty + 8 * i, WORKERS / 32);
+      barrier_init(barriers.weight_empty + 8 * i, WORKERS);
     }
     fence_barrier_init();
   }

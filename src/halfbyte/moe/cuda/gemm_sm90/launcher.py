@@ -45,6 +45,7 @@ class _SortParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "sorted", "places", "tiles", "num_tiles")),
         *((name, ctypes.c_void_p) for name in ("written", "counters")),
         *((name, ctypes.c_int) for name in ("h", "chunks", "tokens")),
+        ("fraction", ctypes.c_uint32),
     )
 
 
@@ -55,7 +56,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "global_scale", "bias")),
         *((name, ctypes.c_void_p) for name in ("tiles", "num_tiles")),
         *((name, ctypes.c_int) for name in ("parts", "bias_dtype", "n", "steps")),
-        *((name, ctypes.c_int) for name in ("matrix_tiles", "tile_bytes", "row_pairs")),
+        *((name, ctypes.c_int) for name in ("matrix_tiles", "tile_bytes", "row_pairs", "max_tiles")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_offset")),
     )
 
@@ -135,7 +136,9 @@ def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sort
         lists[-3:-1],
         tiles,
     )
-    arguments = KernelArguments(_SortParams, h=h, chunks=_padded(h) // STEP_K, tokens=tokens)
+    fraction = -(-(2**32) // tokens)
+    sizes = {"h": h, "chunks": _padded(h) // STEP_K, "tokens": tokens, "fraction": fraction}
+    arguments = KernelArguments(_SortParams, **sizes)
     arguments.params.pairs = pairs
     arguments.bind(
         x=hidden,
@@ -223,6 +226,7 @@ def _product(
         "matrix_tiles": work.tiles,
         "tile_bytes": tile_bytes(work.k, work.weight_format),
         "row_pairs": row_pairs(work),
+        "max_tiles": found.max_tiles,
     }
     arguments = product_arguments(_Params, matrices, activation, **sizes)
     arguments.bind(weight=matrices.packed, tiles=found.tiles, num_tiles=found.num_tiles)

@@ -118,10 +118,9 @@ struct Worker {
     exponent = SCALE_EXPONENT | zero;  // hides it from the compiler, see unpack_scales
   }
 
-  // After all lanes have read the slot.
+  // When this lane has read its part of the slot.
   __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (place.lane == 0) barrier_arrive(barriers.empty + 8 * slot.stage);
+    barrier_arrive(barriers.empty + 8 * slot.stage);
     slot.next();
   }
 
@@ -226,8 +225,7 @@ struct Worker {
     int2 tile;
     int row_pair;
     while (draws.pop(tile, row_pair)) {
-      __syncwarp();
-      draws.release(place.lane == 0);
+      draws.release();
       multiply_and_store<false>(all.down, tile, __shfl_sync(~0u, row_pair, 0), out_map, last);
     }
     wait_for_stores();
@@ -246,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
   if (threadIdx.x == 96) {
     for (int i = 0; i < WEIGHT_SLOTS; i++) {
       barrier_init(barriers.full + 8 * i, LOADERS);
-      barrier_init(barriers.empty + 8 * i, WORKERS / 32);
+      barrier_init(barriers.empty + 8 * i, WORKERS);
     }
     draws.make();
     fence_barrier_init();

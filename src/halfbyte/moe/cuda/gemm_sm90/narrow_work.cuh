@@ -47,7 +47,7 @@ struct Draws {
   __device__ __forceinline__ void make() const {
     for (int i = 0; i < DRAWS; i++) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, LOADERS + WORKERS / 32);
+      barrier_init(empty + 8 * i, LOADERS + WORKERS);
     }
   }
 
@@ -60,7 +60,7 @@ struct Draws {
     at.next();
   }
 
-  // Whether there is a tile, which is to be released, by a warp once.
+  // Whether there is a tile, which this thread then releases.
   __device__ __forceinline__ bool pop(int2& tile, int& row_pair) const {
     barrier_wait(full + 8 * at.stage, at.parity);
     const uint4 entry = load16(entries + 16 * at.stage);
@@ -68,8 +68,8 @@ struct Draws {
     return row_pair >= 0;
   }
 
-  __device__ __forceinline__ void release(bool arrives = true) {
-    if (arrives) barrier_arrive(empty + 8 * at.stage);
+  __device__ __forceinline__ void release() {
+    barrier_arrive(empty + 8 * at.stage);
     at.next();
   }
 };

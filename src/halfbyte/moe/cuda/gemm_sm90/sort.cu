@@ -7,8 +7,10 @@
 #include "moe/cuda/routing.cuh"
 
 #define SORT_THREADS 512
-#define IDS 16   // in flight, per thread
-#define LOADS 4  // of x
+#define WARPS (SORT_THREADS / 32)
+#define FEW_IDS 2  // per thread, all in flight
+#define IDS 16     // in flight, per thread, where there are more
+#define OCTETS 8   // of a token's x in flight, per lane; each 8 values
 
 struct Params {
   Pairs pairs;
@@ -21,6 +23,10 @@ struct Params {
   int* counters;
   int h, chunks;   // a multiple of 32; of 128 values
   int tokens;      // of a tile
+  u32 fraction;    // 2^32 / tokens, rounded up
+
+  // Tiles of so many pairs.
+  __device__ __forceinline__ int tiles_of(int count) const { return (int)__umulhi(count + tokens - 1, fraction); }
 };
 
 // In shared memory.
@@ -40,18 +46,16 @@ __device__ __forceinline__ int sum_of_lanes(int x) {
   return x;
 }
 
-template <class Id>
+template <class Id, int LOADS>
 __device__ __forceinline__ void count_pairs(const Params& p, const Counts& counts, int begin, int end) {
-  for (int i = threadIdx.x; i < p.pairs.num_experts; i += SORT_THREADS) counts.before[i] = counts.from[i] = 0;
-  __syncthreads();
   const Id* const ids = (const Id*)p.pairs.ids;
-  for (int first = threadIdx.x; first < p.pairs.count; first += SORT_THREADS * IDS) {
+  for (int first = threadIdx.x; first < p.pairs.count; first += SORT_THREADS * LOADS) {
     // Loads all ids before it uses the first, so that their latencies overlap.
-    Id own[IDS];
+    Id own[LOADS];
 #pragma unroll
-    for (int i = 0; i < IDS; i++) own[i] = ids[min(first + i * SORT_THREADS, p.pairs.count - 1)];
+    for (int i = 0; i < LOADS; i++) own[i] = ids[min(first + i * SORT_THREADS, p.pairs.count - 1)];
 #pragma unroll
-    for (int i = 0; i < IDS; i++) {
+    for (int i = 0; i < LOADS; i++) {
       const int pair = first + i * SORT_THREADS;
       if (pair >= p.pairs.count) break;
       const int expert = p.pairs.expert_of(own[i]);
@@ -59,32 +63,42 @@ __device__ __forceinline__ void count_pairs(const Params& p, const Counts& count
       if (expert >= 0) atomicAdd((pair < begin ? counts.before : counts.from) + expert, 1);
     }
   }
-  __syncthreads();
 }
 
-// Turns counts into positions; one CTA also lists the tiles. Called by one warp.
+template <int LOADS>
+__device__ __forceinline__ void count_pairs(const Params& p, const Counts& counts, int begin, int end) {
+  if (p.pairs.ids_are_64_bit)
+    count_pairs<long long, LOADS>(p, counts, begin, end);
+  else
+    count_pairs<int, LOADS>(p, counts, begin, end);
+}
+
+// Turns counts into positions; one CTA also lists the tiles. Called by one warp, a lane of which has successive experts.
 __device__ __forceinline__ void place_experts(const Params& p, const Counts& counts) {
-  const int lane = threadIdx.x & 31;
-  int position = 0, num_tiles = 0;
-  for (int first = 0; first < p.pairs.num_experts; first += 32) {
-    const int expert = first + lane;
-    const bool exists = expert < p.pairs.num_experts;
-    const int count = exists ? counts.before[expert] + counts.from[expert] : 0;
-    const int rows = (count + 15) / 16 * 16, tiles = (count + p.tokens - 1) / p.tokens;
-    const int rows_end = position + sum_of_lanes(rows), tiles_end = num_tiles + sum_of_lanes(tiles);
-    if (exists) counts.from[expert] = rows_end - rows + counts.before[expert];
-    if (blockIdx.x == 0)
-      for (int i = 0; i < tiles; i++) {
-        p.tiles[tiles_end - tiles + i] =
-            make_int2(rows_end - rows + i * p.tokens, expert << 16 | min(p.tokens, count - i * p.tokens));
-        p.written[tiles_end - tiles + i] = 0;
-      }
-    position = __shfl_sync(~0u, rows_end, 31);
-    num_tiles = __shfl_sync(~0u, tiles_end, 31);
+  const int lane = threadIdx.x & 31, of_lane = (p.pairs.num_experts + 31) / 32;
+  const int begin = min(lane * of_lane, p.pairs.num_experts), end = min(begin + of_lane, p.pairs.num_experts);
+  int row = 0, tile = 0;
+#pragma unroll 4
+  for (int expert = begin; expert < end; expert++) {
+    const int count = counts.before[expert] + counts.from[expert];
+    row += (count + 15) / 16 * 16, tile += p.tiles_of(count);
   }
-  if (blockIdx.x == 0 && lane == 0) {
-    *p.num_tiles = num_tiles;
+  const int rows_end = sum_of_lanes(row), tiles_end = sum_of_lanes(tile);
+  if (blockIdx.x == 0 && lane == 31) {
+    *p.num_tiles = tiles_end;
     p.counters[0] = p.counters[1] = 0;
+  }
+  row = rows_end - row, tile = tiles_end - tile;
+#pragma unroll 4
+  for (int expert = begin; expert < end; expert++) {
+    const int before = counts.before[expert], count = before + counts.from[expert];
+    counts.from[expert] = row + before;
+    if (blockIdx.x == 0)
+      for (int left = count, first = row; left > 0; left -= p.tokens, first += p.tokens, tile++) {
+        p.tiles[tile] = make_int2(first, expert << 16 | min(p.tokens, left));
+        p.written[tile] = 0;
+      }
+    row += (count + 15) / 16 * 16;
   }
 }
 
@@ -99,28 +113,32 @@ __device__ __forceinline__ uint4 in_order(uint4 x) {
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// Copies a token; called by one warp.
-__device__ __forceinline__ void copy_token(const Params& p, int pair, int position) {
-  const int lane = threadIdx.x & 31;
-  const u16* const from = p.x + (u64)(pair / p.pairs.top_k) * p.h;
-  u16* const to = p.sorted + (u64)position * (p.chunks * 128);
-  // Four times 64 values at a time. Lane 2 c + j of 8 reads octet 2 c + j and writes octet 4 j + c.
-  for (int first = 0; first < p.chunks * 16; first += 32 * LOADS) {
-    uint4 x[LOADS];
+// A warp's copy of a token. Four times 64 values at a time: lane 2 c + j of 8 reads octet 2 c + j and writes octet 4 j + c.
+struct Token {
+  uint4 x[OCTETS];
+
+  // From octet `first` on.
+  __device__ __forceinline__ void load(const Params& p, int pair, int first) {
+    const u16* const from = p.x + (u64)(pair / p.pairs.top_k) * p.h;
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      const int octet = first + 32 * i + lane;
+    for (int i = 0; i < OCTETS; i++) {
+      const int octet = first + 32 * i + (threadIdx.x & 31);
       x[i] = make_uint4(0, 0, 0, 0);
       if (octet * 8 < p.h) x[i] = __ldcg((const uint4*)(from + octet * 8));
     }
+  }
+
+  __device__ __forceinline__ void store(const Params& p, int position, int first) const {
+    const int lane = threadIdx.x & 31;
+    u16* const to = p.sorted + (u64)position * (p.chunks * 128);
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) {
+    for (int i = 0; i < OCTETS; i++) {
       const uint4 y = in_order(x[i]);
       const int octet = first + 32 * i + (lane & 24) + lane % 2 * 4 + lane / 2 % 4;
       if (octet < p.chunks * 16) *(uint4*)(to + octet * 8) = y;
     }
   }
-}
+};
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 2) moe_sort(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 shared[];
@@ -128,22 +146,43 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 2) moe_sort(const __g
   const int begin = (int)((long long)p.pairs.count * blockIdx.x / gridDim.x);
   const int end = (int)((long long)p.pairs.count * (blockIdx.x + 1) / gridDim.x);
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  for (int i = threadIdx.x; i < p.pairs.num_experts; i += SORT_THREADS) counts.before[i] = counts.from[i] = 0;
+  __syncthreads();
   wait_for_previous();
   allow_next();
-  if (p.pairs.ids_are_64_bit)
-    count_pairs<long long>(p, counts, begin, end);
-  else
-    count_pairs<int>(p, counts, begin, end);
+  // A warp takes one pair after the other, and asks for a pair's token before it knows where the pair goes.
+  Token token;
+  float weight;
+  auto load = [&](int pair) {
+    if (pair >= end) return;
+    token.load(p, pair, 0);
+    weight = number_at(p.pairs.weights, pair, p.pairs.weights_dtype);
+  };
+  if (p.pairs.count <= SORT_THREADS * FEW_IDS) {
+    load(begin + warp);
+    count_pairs<FEW_IDS>(p, counts, begin, end);
+  } else {
+    count_pairs<IDS>(p, counts, begin, end);
+    load(begin + warp);
+  }
+  __syncthreads();
   if (warp == 0) place_experts(p, counts);
   __syncthreads();
-  // A warp takes one pair after the other; its lanes count the pairs of the same expert before it.
-  for (int i = warp; i < end - begin; i += SORT_THREADS / 32) {
-    const int expert = counts.own[i];
+#pragma unroll 1
+  for (int i = warp; i < end - begin; i += WARPS) {
+    const int expert = counts.own[i], pair = begin + i;
     int position = expert < 0 ? -1 : counts.from[expert];
+    // Its lanes count the pairs of the same expert before it.
     for (int first = 0; expert >= 0 && first < i; first += 32)
       position += __popc(__ballot_sync(~0u, first + lane < i && counts.own[first + lane] == expert));
-    const float weight = number_at(p.pairs.weights, begin + i, p.pairs.weights_dtype);
-    if (lane == 0) p.places[begin + i] = make_int2(position, __float_as_int(weight));
-    if (expert >= 0) copy_token(p, begin + i, position);
+    if (lane == 0) p.places[pair] = make_int2(position, __float_as_int(weight));
+    if (expert >= 0) {
+      token.store(p, position, 0);
+      for (int first = 32 * OCTETS; first < p.chunks * 16; first += 32 * OCTETS) {
+        token.load(p, pair, first);
+        token.store(p, position, first);
+      }
+    }
+    load(pair + WARPS);
   }
 }

@@ -22,6 +22,7 @@ struct Params {
   int steps;      // of 128 k
   int matrix_tiles, tile_bytes;  // tiles of an expert's matrix, see packed.py
   int row_pairs;  // pairs of tiles of rows
+  int max_tiles;  // that there is memory for
   Activation activation;
 };
 
@@ -48,7 +49,8 @@ struct Work {
         row_pairs_ahead(gridDim.x / CLUSTER % p.row_pairs),
         num_tiles(__ldcg(p.num_tiles)),
         zero(zero) {
-    load(p);
+    // Before it is known whether there are so many, so that both loads are under way.
+    ahead = __ldcg(p.tiles + min(next_tile, p.max_tiles - 1) + zero);
   }
 
   __device__ __forceinline__ bool next(const Params& p) {
