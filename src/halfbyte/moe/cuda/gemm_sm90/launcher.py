@@ -56,7 +56,8 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "global_scale", "bias")),
         *((name, ctypes.c_void_p) for name in ("tiles", "num_tiles")),
         *((name, ctypes.c_int) for name in ("parts", "bias_dtype", "n", "steps")),
-        *((name, ctypes.c_int) for name in ("matrix_tiles", "tile_bytes", "row_pairs", "max_tiles")),
+        *((name, ctypes.c_int) for name in ("matrix_tiles", "tile_bytes")),
+        *((name, ctypes.c_int) for name in ("row_pairs", "max_tiles")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_offset")),
     )
 
