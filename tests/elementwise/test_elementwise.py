@@ -1,6 +1,7 @@
 """RMSNorm, SwiGLU and rotary embedding: operators on a CPU, and the kernels run on the host."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cuda_on_host import guarded, needs_compiler, overlapping_kernels
+from cuda_on_host import guarded, launch, needs_compiler, overlapping_kernels
 from halfbyte.elementwise import (
     add_rms_norm,
     norms,
@@ -195,6 +196,29 @@ def test_norms_and_rotary_in_float32() -> None:
     expected = rotary_embedding(positions, *normed, table, head_size, interleaved)
     for found, wanted in zip(qk_norm_rotary_embedding(*of_operator), expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+@needs_compiler
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_positions_that_the_previous_kernel_writes(normalizes: bool) -> None:
+    """Angles of outdated positions are loaded before the wait."""
+    _, arguments = qk_norm_rotary_arguments("llama", torch.bfloat16)
+    rest = arguments[1:] if normalizes else arguments[1:-1]
+    positions = guarded(arguments[0].shape, torch.int64).copy_(arguments[0])
+    for before in (
+        torch.zeros_like(positions),
+        torch.full_like(positions, 2**40),
+        positions.clone(),
+    ):
+        with (
+            overlapping_kernels(90),
+            patch("cuda_on_host.build.launch", partial(launch, late=(positions, before))),
+        ):
+            operands.load_kernel.cache_clear()
+            found = rotary.rotate(positions, *rest)
+        operands.load_kernel.cache_clear()
+        for out, expected in zip(found, on_host(rotary.rotate, *arguments[:1], *rest), strict=True):
+            assert torch.equal(out, expected)
 
 
 @needs_compiler

@@ -46,6 +46,18 @@ struct Item {
   }
 };
 
+// A thread's angles.
+struct Angles {
+  uint2 cosines, sines;
+  u32 position;
+
+  __device__ __forceinline__ void load(const Params& p, u32 at, u32 lane) {
+    const u16* row = p.table + (u64)at * ROTARY + 4 * lane;
+    cosines = *(const uint2*)row, sines = *(const uint2*)(row + PAIRS);
+    position = at;
+  }
+};
+
 // One pair; its second channel is `DISTANCE` values behind the first.
 template <int DISTANCE>
 __device__ __forceinline__ void rotate(float* x, float cosine, float sine) {
@@ -61,24 +73,21 @@ extern "C" __global__ void __launch_bounds__(128) rotary_embedding(const __grid_
   const bool is_query = head < HEADS;
   const u32 own = is_query ? head : head - HEADS;
   const Item item(lane, rotates);
-  // A position may be outdated here, which only makes the prefetch useless. (Volatile, so that L1 does not keep it.)
-  if (exists && rotates && head == 0) {
-    const u16* row = p.table + (u64)known(p, *(const volatile i64*)(p.positions + token)) * ROTARY + 4 * lane;
-    prefetch_l2(row);
-    prefetch_l2(row + PAIRS);
-  }
+  // A position may be outdated here; then the angles are loaded again. (Volatile, so that L1 does not keep it.)
+  Angles angles;
+  if (exists && rotates) angles.load(p, known(p, *(const volatile i64*)(p.positions + token)), lane);
 #if NORMS
   float weight[8];
   if (exists) item.load(weight, is_query ? p.query_weight : p.key_weight);
 #endif
   allow_next();  // before waiting: see basics.cuh
   wait_for_previous();
-  float x[8] = {}, cosines[4], sines[4];
+  float x[8] = {};
   if (exists) {
     item.load(x, (is_query ? p.query + token * p.query_stride : p.key + token * p.key_stride) + own * HEAD_SIZE);
     if (rotates) {
-      const u16* row = p.table + (u64)known(p, p.positions[token]) * ROTARY + 4 * lane;
-      widen4(cosines, *(const uint2*)row), widen4(sines, *(const uint2*)(row + PAIRS));
+      const u32 position = known(p, p.positions[token]);
+      if (position != angles.position) angles.load(p, position, lane);
     }
   }
 #if NORMS
@@ -95,6 +104,8 @@ extern "C" __global__ void __launch_bounds__(128) rotary_embedding(const __grid_
   for (int i = 0; i < 8; i++) x[i] = __fmul_rn(__fmul_rn(x[i], factor), weight[i]);
 #endif
   if (rotates) {
+    float cosines[4], sines[4];
+    widen4(cosines, angles.cosines), widen4(sines, angles.sines);
 #pragma unroll
     for (int i = 0; i < 4; i++) rotate<INTERLEAVED ? 1 : 4>(x + (INTERLEAVED ? 2 * i : i), cosines[i], sines[i]);
   }

@@ -131,7 +131,8 @@ __device__ __forceinline__ u32 both_high(u32 x) {
 // end, the next kernel's CTAs are there and have loaded weights. These may have started before kernels further back have
 // ended. Hence the rules:
 //
-//   - Before its wait a kernel reads nothing but weights and writes nothing. (Positions it may read for a prefetch.)
+//   - Before its wait a kernel reads nothing but weights and writes nothing. (Positions it may read for a prefetch, or if it
+//     reads them again later.)
 //   - At least one thread of a launch waits, so that a kernel ends after those in front.
 //   - Exceptions. A store, and products of experts, call allow_next only after their own wait, when all kernels before
 //     them have ended. So before its wait decode behind a store may access everything except what the store writes,

@@ -10,10 +10,12 @@ import torch
 from torch import fx
 from vllm.config import VllmConfig
 
-from halfbyte.elementwise import qk_norm_rotary_embedding, rms_norm, rotary_embedding
+from halfbyte.elementwise import qk_norm_rotary_embedding, rms_norm, rotary, rotary_embedding
 from halfbyte.plugins.vllm import compilation, layers
 from halfbyte.plugins.vllm.fusions import Fusions
 from halfbyte.plugins.vllm.head_norm_pass import FuseHeadNorms
+from plugins.vllm.engine.engines import TEXTS
+from plugins.vllm.engine.gpu_engines import GPU, assert_alike, gpu_engine, scored
 
 OPERATORS = torch.ops.halfbyte
 NORM = OPERATORS.rms_norm.default
@@ -151,3 +153,28 @@ def test_models_that_get_the_pass(model_type: str, monkeypatch: pytest.MonkeyPat
         assert pickle.loads(pickle.dumps(found)).uuid() == Fusions(False, True).uuid()
         assert found.uuid() != Fusions(True, True).uuid() != Fusions(True, False).uuid()
     assert layers._model_of(config).joins_head_norms == joins
+
+
+@pytest.mark.gpu
+def test_vllms_graphs_have_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled model is a Qwen3."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("an SM90")
+    normalized: list[bool] = []
+    rotate = rotary.rotate
+
+    def noted(*arguments: Any) -> Any:
+        normalized.append(len(arguments) > 6)
+        return rotate(*arguments)
+
+    monkeypatch.setattr(rotary, "rotate", noted)
+    with gpu_engine(dtype="bfloat16", **GPU) as llm:
+        found = scored(llm, TEXTS)
+    assert normalized
+    assert all(normalized)
+    normalized.clear()
+    off = {"halfbyte": {"elementwise": "off"}}
+    with gpu_engine(dtype="bfloat16", additional_config=off, **GPU) as llm:
+        expected = scored(llm, TEXTS)
+    assert not normalized
+    assert_alike(found, expected, 0.2)

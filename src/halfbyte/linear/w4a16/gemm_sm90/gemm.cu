@@ -16,9 +16,9 @@
 //
 // Macros:
 //   X_BF16     see values.cuh
-//   TOKENS     a multiple of 16 from 64 to 256; with three warpgroups, to 160, as registers allow
+//   TOKENS     a multiple of 16 from 64 to 256; with three warpgroups, to 160, as registers allow; with one, to 128
 //   STEP       of k: 64 or 128
-//   GROUPS     warpgroups that multiply: 2 or 3
+//   GROUPS     warpgroups that multiply: 1, 2 or 3
 //   STAGES     tiles in the ring, at least 3
 //   SWIGLU     1: W is gate and up, the output silu(gate x) * (up x). Of two warpgroups the first has rows of gate, the
 //              second the same of up. N is a multiple of 128.
