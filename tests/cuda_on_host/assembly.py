@@ -91,6 +91,7 @@ ASSEMBLY = {
     "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;": f"{HERE}copy(%0, %1, 16, 16)",
     "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;": f"{HERE}copy(%0, %1, 4, 4)",
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": f"{HERE}copy(%0, %1, 16, %2)",
+    "ld.volatile.global.s64 %0, [%1];": f"%0 = *(const long long*){HERE}found_at(%1)",
     "cp.async.cg.shared.global [%0], [%1], 16;": f"{HERE}copy(%0, %1, 16, 16)",
     "cp.async.ca.shared.global [%0], [%1], 16;": f"{HERE}copy(%0, %1, 16, 16)",
     "cp.async.ca.shared.global [%0], [%1], 4, %2;": f"{HERE}copy(%0, %1, 4, %2)",

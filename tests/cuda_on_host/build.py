@@ -94,8 +94,8 @@ def launch(
         clusters_at_once: that run at the same time, in the order of their CTAs; the next ones begin
             when they have ended.
         late: memory that the previous kernel is still writing, contiguous, and its contents before
-            that, which asynchronous copies find until their thread has waited for that kernel. At
-            least one thread has to wait for it.
+            that, which asynchronous copies and `load_early` find until their thread has waited for
+            that kernel. At least one thread has to wait for it.
 
     Raises:
         RuntimeError: threads that did not come to the same barrier or operation of a warp, or that

@@ -1,4 +1,4 @@
-"""Rotary embedding of q and k, perhaps of heads that are normalized first.
+"""Rotary embedding of q and k, optionally with RMSNorm of each head first.
 
 The kernel for tensors of 16 bits on a GPU whose heads have a multiple of 8 channels, else the same
 in PyTorch.
@@ -37,6 +37,10 @@ class _RotaryParams(ctypes.Structure):
     )
 
 
+MAX_NORMED_HEAD = 256
+"""Max size of a head that the kernel normalizes: eight channels for each lane of a warp."""
+
+
 class HeadNorms(NamedTuple):
     """Norms of the heads of q and k."""
 
@@ -60,17 +64,21 @@ def rotate(
     outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
     rotary, tokens = table.shape[1], len(queries)
     heads, kv_heads = (x.shape[-1] // head_size for x in (query, key))
-    positions, table = positions.contiguous(), aligned(table.contiguous())
-    weights = [None, None] if norms is None else [as_rows(w[None]) for w in norms[:2]]
+    positions = positions.contiguous()
+    norm_weights = [] if norms is None else [norms.query_weight, norms.key_weight]
+    angles, weights = aligned(table.contiguous()), [as_rows(w[None]) for w in norm_weights]
+    # They are read before the previous kernel has ended, which must not be one that copies them.
+    pairs = zip([table, *norm_weights], [angles, *weights], strict=True)
+    in_place = all(given.data_ptr() == read.data_ptr() for given, read in pairs)
     params = _RotaryParams(
         query=queries.data_ptr(),
         key=keys.data_ptr(),
         query_out=outs[0].data_ptr(),
         key_out=outs[1].data_ptr(),
-        query_weight=None if weights[0] is None else weights[0].data_ptr(),
-        key_weight=None if weights[1] is None else weights[1].data_ptr(),
+        query_weight=weights[0].data_ptr() if weights else None,
+        key_weight=weights[1].data_ptr() if weights else None,
         positions=positions.data_ptr(),
-        table=table.data_ptr(),
+        table=angles.data_ptr(),
         query_stride=queries.stride(0),
         key_stride=keys.stride(0),
         tokens=tokens,
@@ -91,7 +99,7 @@ def rotate(
     threads = tokens * (heads + kv_heads) * lanes
     if tokens:
         kernel = load_kernel("rotary_embedding", macros, query.get_device())
-        nvrtc.launch(kernel, -(-threads // 128), 128, [params], overlap=True)
+        nvrtc.launch(kernel, -(-threads // 128), 128, [params], overlap=in_place)
     return outs[0], outs[1]
 
 
@@ -122,7 +130,8 @@ def rotary_embedding(
         positions: int64 `[tokens]`.
         query, key: float `[tokens, heads * head_size]`, of one dtype.
         table: of that dtype, `[max_position, r]`: r / 2 cosines, then r / 2 sines. The first r
-            channels of a head are rotated.
+            channels of a head are rotated. On a GPU it must not be the result of a kernel that may
+            still run: it is read before the previous kernel has ended.
         head_size: of query and key.
         interleaved: whether pairs are neighbours; else pair i is channels i and i + r / 2.
 
@@ -157,7 +166,7 @@ def qk_norm_rotary_embedding(
 
     Args:
         positions, query, key, table, head_size, interleaved: of `rotary_embedding`.
-        query_weight, key_weight: of the norms, `[head_size]`.
+        query_weight, key_weight: of the norms, `[head_size]`; read as early as the table.
         epsilon: of both norms.
 
     Raises:
@@ -168,7 +177,7 @@ def qk_norm_rotary_embedding(
     for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
         expect(name, weight, (head_size,), query)
     same = all(weight.dtype == query.dtype for weight in norms[:2])
-    if same and head_size <= 256 and _rotates(query, key, table, head_size):
+    if same and head_size <= MAX_NORMED_HEAD and _rotates(query, key, table, head_size):
         return rotate(positions, query, key, table, head_size, interleaved, norms)
     return _rotated(positions, query, key, table, head_size, interleaved, norms)
 

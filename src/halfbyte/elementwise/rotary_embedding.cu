@@ -1,4 +1,4 @@
-// Rotary position embedding of q and k in one launch, perhaps of heads that are normalized first: pairs (a, b) become
+// Rotary position embedding of q and k in one launch, optionally with RMSNorm of each head first: pairs (a, b) become
 // (a cos - b sin, b cos + a sin), in float32 and rounded once. A thread has four pairs of a head, or eight of the
 // channels that keep their direction.
 //
@@ -11,8 +11,6 @@
 #define PAIRS (ROTARY / 2)
 #define ITEMS (HEAD_SIZE / 8)  // of a head
 #define ALL_HEADS (HEADS + KV_HEADS)
-
-typedef long long i64;
 
 struct Params {
   const u16 *query, *key;  // [tokens, heads * HEAD_SIZE]
@@ -32,15 +30,21 @@ __device__ __forceinline__ u32 known(const Params& p, i64 position) {
 // Where an item's eight values are in a head: two groups of four.
 struct Item {
   u32 first, second;
-  __device__ __forceinline__ Item(u32 item, bool rotates) {
-    const bool is_split = rotates && !INTERLEAVED;
+  bool is_split;  // otherwise the groups are neighbours
+
+  __device__ __forceinline__ Item(u32 item, bool rotates) : is_split(rotates && !INTERLEAVED) {
     first = (is_split ? 4 : 8) * item;
     second = first + (is_split ? PAIRS : 4);
   }
   __device__ __forceinline__ void load(float* x, const u16* from) const {
+    if (!is_split) return widen8(x, *(const uint4*)(from + first));
     widen4(x, *(const uint2*)(from + first)), widen4(x + 4, *(const uint2*)(from + second));
   }
   __device__ __forceinline__ void store(u16* to, const float* x) const {
+    if (!is_split) {
+      *(uint4*)(to + first) = narrow8(x);
+      return;
+    }
     *(uint2*)(to + first) = narrow4(x);
     *(uint2*)(to + second) = narrow4(x + 4);
   }
@@ -73,9 +77,9 @@ extern "C" __global__ void __launch_bounds__(128) rotary_embedding(const __grid_
   const bool is_query = head < HEADS;
   const u32 own = is_query ? head : head - HEADS;
   const Item item(lane, rotates);
-  // A position may be outdated here; then the angles are loaded again. (Volatile, so that L1 does not keep it.)
+  // A position may be outdated here; then the angles are loaded again.
   Angles angles;
-  if (exists && rotates) angles.load(p, known(p, *(const volatile i64*)(p.positions + token)), lane);
+  if (exists && rotates) angles.load(p, known(p, load_early(p.positions + token)), lane);
 #if NORMS
   float weight[8];
   if (exists) item.load(weight, is_query ? p.query_weight : p.key_weight);

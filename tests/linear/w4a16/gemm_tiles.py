@@ -8,5 +8,8 @@ def tile_named(name: str) -> Tile:
     return next(tile for tile in TILES if str(tile) == name)
 
 
-DIFFERENT = [tile_named(name) for name in ("128x64", "128x144", "128x256", "192x80", "192x160")]
-"""The smallest and the largest M, and tiles with 5, 9 and 10 strips to share."""
+DIFFERENT = [
+    tile_named(name)
+    for name in ("128x64", "128x144", "128x256", "192x80", "192x160", "64x64", "64x128")
+]
+"""The smallest and the largest M, tiles with 5, 9 and 10 strips to share, and of one warpgroup."""

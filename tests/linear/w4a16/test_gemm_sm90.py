@@ -45,7 +45,7 @@ def test_kernel_compiles(tile: Tile, dtype: torch.dtype, swiglu: bool, tmp_path:
     # What the producer and the workers take later, or `setmaxnreg` would wait for ever.
     producer, workers = sorted(int(n, 16) for n in re.findall(r"USETMAXREG\S* .*?(0x\w+)", code))
     assert 128 * (producer + tile.groups * workers) <= registers
-    if tile.tokens <= 128 and tile.groups == 2:
+    if tile.tokens <= 128 and tile.groups <= 2:
         # Room for a norm's 512 threads of 32 registers on the same SM.
         assert registers + 512 * 32 < REGISTERS_PER_SM
     # Three steps of the loop stand there, four matmuls at a time: ptxas has not serialized them.

@@ -6,6 +6,7 @@ typedef unsigned int u32;
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned long long u64;
+typedef long long i64;
 
 #define LOG2E 1.4426950408889634f
 #define NEG_INF (-__int_as_float(0x7f800000))
@@ -148,6 +149,13 @@ __device__ __forceinline__ void allow_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
+}
+
+// A load before wait_for_previous, which may find what was there before. Volatile, so that L1 does not keep it.
+__device__ __forceinline__ i64 load_early(const i64* address) {
+  i64 y;
+  asm volatile("ld.volatile.global.s64 %0, [%1];" : "=l"(y) : "l"(address));
+  return y;
 }
 
 // Asks for a line of 128 bytes in L2. Unlike a load it may stand before wait_for_previous, whatever the previous kernel

@@ -26,6 +26,8 @@ even if halfbyte is not used. So it changes nothing unless requested:
 | `recipes` | options of a run, with its default recipe |
 | `compilation` | options of vLLM's compilation |
 | `swiglu_pass` | a pass over compiled graphs that joins SwiGLU to the layer before it |
+| `head_norm_pass` | one that joins norms of heads to the rotary embedding after them |
+| `fusions` | both as one pass |
 | `layers` | norms, activation and rotary embedding on halfbyte's kernels |
 | `connectors` | names pages that leave the engine by their formats and scales |
 | `part_scales` | a global scale for each part of a fused layer |

@@ -29,9 +29,9 @@ def overlap_launches(vllm_config: Any) -> None:
 
 
 def fuse_operators(vllm_config: Any) -> None:
-    """Let NVFP4 layers apply the SwiGLU behind them, and rotary embeddings the norms before them.
+    """Let NVFP4 layers apply the SwiGLU after them, and rotary embeddings the norms before them.
 
-    Only in runs whose layers all are halfbyte's.
+    Only in runs whose norms, activations and embeddings are halfbyte's.
 
     A pass of the user's takes precedence, and a vLLM that has none is left alone.
 

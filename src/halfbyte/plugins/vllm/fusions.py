@@ -25,7 +25,8 @@ class Fusions(InductorPass):
 
     def uuid(self) -> str:
         """Key of vLLM's cached graphs."""
-        return "-".join(part.uuid() for part in self.passes)
+        own: str = self.hash_source(self)
+        return "-".join([own, *(part.uuid() for part in self.passes)])
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change a graph in place."""

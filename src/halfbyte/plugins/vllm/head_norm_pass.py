@@ -1,5 +1,7 @@
 """A pass over vLLM's compiled graphs: norms of q's and k's heads join their rotary embedding."""
 
+import inspect
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +10,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 
 # Registers the operators.
 from halfbyte.elementwise import qk_norm_rotary_embedding as _fused  # noqa: F401
+from halfbyte.elementwise.rotary import MAX_NORMED_HEAD
 
 _RESHAPES = (
     torch.ops.aten.view.default,
@@ -31,7 +34,7 @@ class FuseHeadNorms(InductorPass):
     def uuid(self) -> str:
         """Key of vLLM's cached graphs: of all that decides what they call."""
         schema = str(torch.ops.halfbyte.qk_norm_rotary_embedding.default._schema)
-        key: str = self.hash_source(self, _head_norm, _traced_arguments, schema)
+        key: str = self.hash_source(inspect.getsource(sys.modules[__name__]), schema)
         return key
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -46,6 +49,8 @@ class FuseHeadNorms(InductorPass):
             q, k = _head_norm(query, head_size), _head_norm(key, head_size)
             if q is None or k is None or q.epsilon != k.epsilon:
                 continue
+            if not all(map(_is_input, (q.weight, k.weight, table))):
+                continue  # the kernel reads them before the previous one has ended
             weights = (q.weight, k.weight, q.epsilon)
             arguments = (positions, q.source, k.source, *weights, table, head_size, interleaved)
             with graph.inserting_before(node):
@@ -58,19 +63,26 @@ class FuseHeadNorms(InductorPass):
                 _erase_unused(graph, last)
 
 
-def _head_norm(node: Any, head_size: int) -> _HeadNorm | None:
+def _head_norm(rotated: Any, head_size: Any) -> _HeadNorm | None:
     """The norm whose result, in another shape, a node is; None if it is something else."""
-    node = _before_reshapes(node)
+    if not isinstance(head_size, int) or head_size > MAX_NORMED_HEAD:
+        return None
+    norm = _before_reshapes(rotated)
     target = torch.ops.halfbyte.rms_norm.default
-    if not isinstance(node, fx.Node) or node.target is not target or node.kwargs:
+    if not isinstance(norm, fx.Node) or norm.target is not target or norm.kwargs:
         return None
-    arguments: tuple[Any, ...] = node.args
+    arguments: tuple[Any, ...] = norm.args
     x, weight, epsilon = arguments
-    source = _before_reshapes(x)
-    if len(node.users) > 1 or source is None or not _has_shape(x, 3, head_size):
+    source, shape = _before_reshapes(x), _shape_of(x)
+    is_by_head = len(shape) == 3 and shape[-1] == head_size
+    if len(norm.users) > 1 or not is_by_head or _shape_of(source) != _shape_of(rotated):
         return None
-    heads = x.meta["val"].shape[1]
-    return _HeadNorm(source, weight, epsilon) if _has_shape(source, 2, heads * head_size) else None
+    return _HeadNorm(source, weight, epsilon)
+
+
+def _is_input(node: Any) -> bool:
+    """Whether a node is an input of the graph, as weights are."""
+    return isinstance(node, fx.Node) and node.op in ("placeholder", "get_attr")
 
 
 def _before_reshapes(node: Any) -> Any:
@@ -80,10 +92,10 @@ def _before_reshapes(node: Any) -> Any:
     return _before_reshapes(node.args[0]) if len(node.users) == 1 else None
 
 
-def _has_shape(node: Any, dimensions: int, last: Any) -> bool:
-    """Whether a node is known to be a tensor of so many dimensions, the last one of that size."""
-    shape: Any = getattr(node.meta.get("val"), "shape", ()) if isinstance(node, fx.Node) else ()
-    return len(shape) == dimensions and isinstance(shape[-1], int) and shape[-1] == last
+def _shape_of(node: Any) -> tuple[Any, ...]:
+    """The shape of a tensor; empty if it is not known."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return tuple(getattr(value, "shape", ()))
 
 
 def _traced_arguments(fused: fx.Node, node: fx.Node) -> None:
@@ -92,7 +104,7 @@ def _traced_arguments(fused: fx.Node, node: fx.Node) -> None:
     Inductor keeps the strides that the tensors had there.
     """
     if "eager_input_vals" in node.meta:
-        traced = [a.meta["val"] if isinstance(a, fx.Node) else a for a in fused.args]
+        traced = [a.meta.get("val") if isinstance(a, fx.Node) else a for a in fused.args]
         fused.meta["eager_input_vals"] = tuple(traced), {}
 
 

@@ -31,7 +31,7 @@ FUSIONS = "post_grad_custom_post_pass"
 
 def install() -> None:
     """Extend the layers once vLLM imports them."""
-    after_import(f"{_LAYERS}layernorm", lambda module: _extend(module.RMSNorm, _norm, _is_wide))
+    after_import(f"{_LAYERS}layernorm", lambda module: _extend(module.RMSNorm, _norm, _is_wanted))
     after_import(f"{_LAYERS}activation", lambda module: _extend(module.SiluAndMul, _gate))
     after_import(
         f"{_LAYERS}rotary_embedding", lambda module: _extend(module.RotaryEmbedding, _rotate)
@@ -69,14 +69,25 @@ def wants_layers(vllm_config: Any) -> bool:
 
 
 def joins_head_norms(vllm_config: Any) -> bool:
-    """Whether `FuseHeadNorms` is for a run's graphs: a model with norms of heads, on the kernels.
+    """Whether `FuseHeadNorms` is for a run's graphs: of models with norms of heads, on the kernels.
+
+    Not where vLLM runs no passes, has its own rotary embedding, or joins the norms itself.
 
     Args:
         vllm_config: vLLM's.
     """
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
     text_config = getattr(vllm_config.model_config, "hf_text_config", None)
-    model_type = getattr(text_config, "model_type", None)
-    return model_type in _NORMS_BEFORE_ROTATION and wants_layers(vllm_config)
+    return (
+        getattr(text_config, "model_type", None) in _NORMS_BEFORE_ROTATION
+        and compilation.mode == CompilationMode.VLLM_COMPILE
+        and compilation.backend in ("", "inductor")
+        and not {"all", "+rotary_embedding", "+rms_norm"} & set(compilation.custom_ops)
+        and not getattr(compilation.pass_config, "enable_qk_norm_rope_fusion", False)
+        and wants_layers(vllm_config)
+    )
 
 
 def _was_timed(vllm_config: Any) -> bool:
@@ -165,7 +176,7 @@ def _model_of(vllm_config: Any) -> _Model:
     return model
 
 
-def _is_wide(norm: Any, model: _Model) -> bool:
+def _is_wanted(norm: Any, model: _Model) -> bool:
     """Whether a norm is wider than a head, or joined; if not, that is noted in `model`."""
     suits = bool(norm.hidden_size >= _MIN_NORM) or model.joins_head_norms
     model.has_head_norms |= not suits

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 
 from halfbyte.elementwise import qk_norm_rotary_embedding, rms_norm, rotary, rotary_embedding
 from halfbyte.plugins.vllm import compilation, layers
@@ -94,6 +94,25 @@ def whole_rows(positions: Any, qkv: Any, q_weight: Any, k_weight: Any, table: An
     return rotary_embedding(positions, q, k, table, SIZE, False)
 
 
+def other_shape(positions: Any, qkv: Any, q_weight: Any, k_weight: Any, table: Any) -> Any:
+    """Heads become tokens behind the norm."""
+    q, k, _ = split(qkv * 2)
+    heads = (
+        rms_norm(x.view(TOKENS, -1, SIZE), weight, 1e-6).reshape(TOKENS * KV_HEADS, -1)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    return rotary_embedding(positions.repeat(KV_HEADS), *heads, table, SIZE, False)
+
+
+def changed_weight(positions: Any, qkv: Any, q_weight: Any, k_weight: Any, table: Any) -> Any:
+    """The kernel reads weights before the previous one has ended, which may have written them."""
+    return attention(positions, qkv, q_weight + 1, k_weight, table)[:2]
+
+
+def changed_table(positions: Any, qkv: Any, q_weight: Any, k_weight: Any, table: Any) -> Any:
+    return attention(positions, qkv, q_weight, k_weight, table * 2)[:2]
+
+
 def compiled(function: Attention, dynamic: bool) -> tuple[list[Any], Any]:
     """What a graph calls, and its results."""
     torch._dynamo.reset()
@@ -112,7 +131,16 @@ def test_norms_and_rotary_embedding_become_one_operator(dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "norms"), [(used_twice, 2), (two_epsilons, 2), (query_only, 1), (whole_rows, 2)]
+    ("function", "norms"),
+    [
+        (used_twice, 2),
+        (two_epsilons, 2),
+        (query_only, 1),
+        (whole_rows, 2),
+        (other_shape, 2),
+        (changed_weight, 2),
+        (changed_table, 2),
+    ],
 )
 def test_other_graphs_stay(function: Attention, norms: int) -> None:
     targets, results = compiled(function, False)
@@ -129,23 +157,35 @@ def test_the_operator_takes_parts_of_rows() -> None:
         assert torch.equal(out, expected)
 
 
-def config_of(model_type: str) -> Any:
-    """vLLM's configuration of a model without weights."""
+def config_of(model_type: str, **options: Any) -> Any:
+    """vLLM's configuration of a model without weights, compiled by vLLM."""
     config = VllmConfig()
     text_config = SimpleNamespace(model_type=model_type)
     config.model_config = SimpleNamespace(hf_text_config=text_config)
+    fields = {"mode": CompilationMode.VLLM_COMPILE, "backend": "inductor", "custom_ops": ["none"]}
+    for name, value in {**fields, **options}.items():
+        setattr(config.compilation_config, name, value)
     return config
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "llama"])
-def test_models_that_get_the_pass(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def found_pass(config: Any) -> Any:
+    compilation.fuse_operators(config)
+    return config.compilation_config.inductor_compile_config.get(layers.FUSIONS)
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs want the kernels, but not those of linear layers."""
     monkeypatch.setattr(compilation, "uses_halfbyte", lambda config: True)
     monkeypatch.setattr(compilation, "wants_kernels", lambda config, option: False)
     for module in (layers, compilation):
         monkeypatch.setattr(module, "wants_layers", lambda config: True)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "llama"])
+def test_models_that_get_the_pass(model_type: str, wanted: None) -> None:
     config = config_of(model_type)
-    compilation.fuse_operators(config)
-    found = config.compilation_config.inductor_compile_config.get(layers.FUSIONS)
+    found = found_pass(config)
     joins = model_type != "llama"
     assert isinstance(found, Fusions) == joins
     if joins:
@@ -153,6 +193,25 @@ def test_models_that_get_the_pass(model_type: str, monkeypatch: pytest.MonkeyPat
         assert pickle.loads(pickle.dumps(found)).uuid() == Fusions(False, True).uuid()
         assert found.uuid() != Fusions(True, True).uuid() != Fusions(True, False).uuid()
     assert layers._model_of(config).joins_head_norms == joins
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": CompilationMode.NONE},
+        {"mode": CompilationMode.STOCK_TORCH_COMPILE},
+        {"backend": "eager"},
+        {"custom_ops": ["all"]},
+        {"custom_ops": ["none", "+rotary_embedding"]},
+        {"custom_ops": ["none", "+rms_norm"]},
+        {"pass_config": SimpleNamespace(enable_qk_norm_rope_fusion=True)},
+    ],
+    ids=str,
+)
+def test_runs_that_vllm_does_not_compile_so(options: dict[str, Any], wanted: None) -> None:
+    config = config_of("qwen3", **options)
+    assert found_pass(config) is None
+    assert not layers._model_of(config).joins_head_norms
 
 
 @pytest.mark.gpu

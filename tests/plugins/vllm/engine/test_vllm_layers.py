@@ -66,7 +66,6 @@ def test_models_with_norms_of_heads_keep_their_rotary_embedding(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "_MIN_NORM", 65)  # the bundled model's heads have 64 channels
-    monkeypatch.setattr(layers, "_NORMS_BEFORE_ROTATION", ())  # and a pass joins their norms
     with vllm_engine(**OPTIONS) as llm:
         scored(llm, TEXTS[:1])
     assert set(calls) == {"add_rms_norm", "rms_norm", "silu_and_mul"}, calls

@@ -2,7 +2,7 @@
 //
 // Computed transposed, W x^T: W is A of `wgmma`, unpacked in registers; x^T is B, in shared memory. To unpack
 // 64 x 64 values of W takes 60 instructions per thread, and as many for loads and the issue of the matmul: one
-// warpgroup does so while another's matmul runs.
+// warpgroup does so while another's matmul runs, where there are several.
 //
 //   Tile       64 rows of W for each of GROUPS warpgroups x TOKENS tokens, STEP of k at a time.
 //   Loads      by a producer warpgroup, to a ring in shared memory: x by TMA with 128-byte swizzle, W by bulk
@@ -16,7 +16,7 @@
 //
 // Macros:
 //   X_BF16     see values.cuh
-//   TOKENS     a multiple of 16 from 64 to 256; with three warpgroups, to 160, as registers allow; with one, to 128
+//   TOKENS     a multiple of 16 from 64 to 256; with three warpgroups, to 160, as registers allow
 //   STEP       of k: 64 or 128
 //   GROUPS     warpgroups that multiply: 1, 2 or 3
 //   STAGES     tiles in the ring, at least 3

@@ -80,8 +80,9 @@ TILES = tuple(Tile(*numbers) for numbers in _TILES)
 """Most tiles that registers have room for; a fine choice of sizes keeps padding of M small.
 
 Those of one warpgroup are for small weights, where larger tiles leave SMs without work. Their steps
-took 0.293, 0.353 and 0.420 µs with 64, 96 and 128 tokens. The times above are at least 6 % longer,
-so that plans choose the faster tile in `benchmarks/results/linear_tiles.json`."""
+took 0.293, 0.353 and 0.420 µs with 64, 96 and 128 tokens. The times above are some 6 % longer, so
+that plans choose the faster tile in most cases of `benchmarks/results/linear_tiles.json`, and
+elsewhere one that takes at most 5 % more."""
 SWIGLU_TILES = tuple(tile for tile in TILES if tile.groups == 2)
 """Tiles of the kernel with SwiGLU: one warpgroup for gate, one for up."""
 STRIP = 16

@@ -8,9 +8,9 @@
 
 #define SORT_THREADS 512
 #define WARPS (SORT_THREADS / 32)
-#define FEW_IDS 2  // per thread, all in flight
-#define IDS 16     // in flight, per thread, where there are more
-#define OCTETS 8   // of a token's x in flight, per lane; each 8 values
+#define IDS 16        // in flight, per thread
+#define IDS_SMALL 2   // up to so many per thread are all in flight, beside a token
+#define OCTETS 8      // of a token's x in flight, per lane; each 8 values
 
 struct Params {
   Pairs pairs;
@@ -150,22 +150,26 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 2) moe_sort(const __g
   __syncthreads();
   wait_for_previous();
   allow_next();
-  // A warp takes one pair after the other, and asks for a pair's token before it knows where the pair goes.
+  // A warp takes every WARPS-th pair, and prefetches a pair's token before it knows where the pair goes.
   Token token;
-  float weight;
-  auto load = [&](int pair) {
-    if (pair >= end) return;
-    token.load(p, pair, 0);
-    weight = number_at(p.pairs.weights, pair, p.pairs.weights_dtype);
+  float weight = 0.0f;
+  auto load = [&](int i) {
+    token.load(p, begin + i, 0);
+    weight = number_at(p.pairs.weights, begin + i, p.pairs.weights_dtype);
   };
-  if (p.pairs.count <= SORT_THREADS * FEW_IDS) {
-    load(begin + warp);
-    count_pairs<FEW_IDS>(p, counts, begin, end);
+  // Those that have no expert have no token, once that is known.
+  auto load_known = [&](int i) {
+    if (i < end - begin && counts.own[i] >= 0) load(i);
+  };
+  const bool is_small = p.pairs.count <= SORT_THREADS * IDS_SMALL;
+  if (is_small) {
+    if (warp < end - begin) load(warp);
+    count_pairs<IDS_SMALL>(p, counts, begin, end);
   } else {
     count_pairs<IDS>(p, counts, begin, end);
-    load(begin + warp);
   }
   __syncthreads();
+  if (!is_small) load_known(warp);
   if (warp == 0) place_experts(p, counts);
   __syncthreads();
 #pragma unroll 1
@@ -183,6 +187,6 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 2) moe_sort(const __g
         token.store(p, position, first);
       }
     }
-    load(pair + WARPS);
+    load_known(i + WARPS);
   }
 }

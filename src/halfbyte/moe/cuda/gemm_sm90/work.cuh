@@ -49,7 +49,7 @@ struct Work {
         row_pairs_ahead(gridDim.x / CLUSTER % p.row_pairs),
         num_tiles(__ldcg(p.num_tiles)),
         zero(zero) {
-    // Before it is known whether there are so many, so that both loads are under way.
+    // Before it is known whether there are so many, so that both loads are under way; otherwise what it finds is not used.
     ahead = __ldcg(p.tiles + min(next_tile, p.max_tiles - 1) + zero);
   }
 
