@@ -15,7 +15,7 @@ relative to a plain read."""
 
 KNOWN_MISSES = {
     "of the read rate": "0.50 at 53 MB and 0.61 at 78, where launches and joins weigh most; 0.68 "
-    "to 0.78 beyond. 0.52 and 0.64 with later kernels (moe_narrow)",
+    "to 0.78 beyond. 0.51 and 0.63 with later kernels (moe_sort)",
     "of a plain read": "one token: two products, the second behind the first",
 }
 """Known misses of the committed run: the end of a bound's name, and the reason."""
