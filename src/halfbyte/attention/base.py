@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -15,6 +16,18 @@ from halfbyte.layouts import PageLayout, page_stride
 
 _MIN_CAPABILITY = 80
 """Min compute capability of halfbyte's kernels."""
+
+
+class Part(Enum):
+    """What sequences are of a mixed batch."""
+
+    WHOLE = auto()
+    """They are the batch."""
+    LEFT_OUT = auto()
+    """A backend left them out: they are for others."""
+    MERGED = auto()
+    """They are for the same backend, which reads recent tokens with the pages elsewhere, but cannot
+    here: attention to these has to be merged."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +147,8 @@ class AttentionInputs:
     plans: AttentionPlans
     transform: KVTransform | None = None
     recent: RecentInputs | None = None
-    split_off: bool = False
-    """See `AttentionConfig.split_off`."""
-    merges_recent: bool = False
-    """Whether attention to recent tokens has to be merged: their sequences were split off, because
-    a backend that reads both at once cannot take them."""
+    part: Part = Part.WHOLE
+    """Whether they are a part of another batch."""
     _output: _Output = field(default_factory=_Output, init=False, repr=False)
 
     @property
@@ -232,7 +242,7 @@ class AttentionInputs:
             pairs=self._num_pairs,
             recent=self.recent is not None,
             compute_capability=compute_capability_of(self.query.device),
-            split_off=self.split_off,
+            split_off=self.part is Part.LEFT_OUT,
         )
 
 
@@ -253,16 +263,14 @@ class SubBatch:
     seq_lens: torch.Tensor
     plans: AttentionPlans
     """Plans of these sequences."""
-    merges_recent: bool = False
-    """As of `AttentionInputs`; if not set, the sequences are not for the backend that left them
-    out."""
+    part: Part = Part.LEFT_OUT
+    """`LEFT_OUT` or `MERGED`."""
 
     def inputs_of(self, batch: AttentionInputs) -> AttentionInputs:
         """The inputs of these sequences; writes to new outputs unless they are the whole batch."""
-        merges, recent = self.merges_recent, batch.recent
+        recent = batch.recent
         if self.rows is None:
-            plans = self.plans
-            return replace(batch, plans=plans, split_off=not merges, merges_recent=merges)
+            return replace(batch, plans=self.plans, part=self.part)
         if recent is not None:
             recent = recent._replace(
                 entries=recent.entries[self.sequences],
@@ -279,8 +287,7 @@ class SubBatch:
             lse=None if batch.lse is None else batch.lse[self.rows],
             plans=self.plans,
             recent=recent,
-            split_off=not merges,
-            merges_recent=merges,
+            part=self.part,
         )
 
     def copy_results(self, part: AttentionInputs, batch: AttentionInputs) -> None:

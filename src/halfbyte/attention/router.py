@@ -12,7 +12,7 @@ Why the batch is not split before the first selection:
   invariance. So whether to split is known only after a backend is selected.
 - What to leave out depends on the chosen backend: for `dense` on its workspace and on the time to
   unpack a sequence's pages. Configs of the parts have `split_off` set, with which `dense` refuses
-  them, but for those that it takes another way (`AttentionInputs.merges_recent`).
+  them, but for those that it takes another way (`Part.MERGED`).
 
 The first selection is cached for all layers of a step.
 """

@@ -14,6 +14,7 @@ from attention.prefill.dense_cases import SMALL, inputs_of, make_small
 from cuda_on_host import needs_compiler
 from cuda_on_host.build import overlapping_kernels
 from halfbyte.attention import AttentionInputs, AttentionPlans, router
+from halfbyte.attention.base import Part
 from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.dense import DenseAttention
 from halfbyte.attention.prefill.sm90 import launcher
@@ -98,7 +99,7 @@ def test_prompts_beyond_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_small({"recent": 20, "sinks": True, **lengths}, monkeypatch, workspace_tokens=100)
     inputs = inputs_of(case, "cpu")
     (part,) = dense_plan.make_plan(inputs, 64, True).split_off
-    assert part.merges_recent
+    assert part.part is Part.MERGED
     assert part.seq_lens.tolist() == [200]
     merged = part.inputs_of(inputs)
     assert not DenseAttention.attends_to_recent(merged)

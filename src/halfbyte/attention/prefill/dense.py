@@ -28,6 +28,7 @@ from halfbyte.attention.base import (
     AttentionConfig,
     AttentionInputs,
     GpuAttention,
+    Part,
     ResultBySequence,
     SubBatch,
 )
@@ -82,7 +83,7 @@ class DenseAttention(GpuAttention):
     @classmethod
     def attends_to_recent(cls, inputs: AttentionInputs) -> bool:
         """See `AttentionBackend.attends_to_recent`. On SM90, where `sm90` supports the batch."""
-        return not inputs.merges_recent and sm90.supports(inputs)
+        return inputs.part is not Part.MERGED and sm90.supports(inputs)
 
     @classmethod
     def split_off(cls, inputs: AttentionInputs) -> Sequence[SubBatch]:

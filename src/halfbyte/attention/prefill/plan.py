@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from halfbyte.attention.base import AttentionInputs, AttentionPlans, SubBatch
+from halfbyte.attention.base import AttentionInputs, AttentionPlans, Part, SubBatch
 from halfbyte.attention.prefill.chunks import Chunks, make_chunks
 from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.attention.prefill.sm90 import launcher as sm90
@@ -148,7 +148,7 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int, on_sm90: bool = Fal
         if indices
     ]
     if merged:
-        split_off[-1] = replace(split_off[-1], merges_recent=True)
+        split_off[-1] = replace(split_off[-1], part=Part.MERGED)
     sequences = [(i, starts[i], counts[i], lengths[i]) for i in short]
     recent = inputs.recent.tokens if inputs.recent else 0
     if on_sm90:
@@ -216,7 +216,7 @@ class _Sorted(NamedTuple):
     long: list[range]
     """Groups for single calls of PyTorch's attention."""
     merged: list[int]
-    """Those of `DensePlan.split_off` with `merges_recent`."""
+    """Those of `DensePlan.split_off` that are `Part.MERGED`."""
 
 
 def _sorted(prompts: list[Prompt], inputs: AttentionInputs, on_sm90: bool) -> _Sorted:
