@@ -22,7 +22,7 @@ NORM = OPERATORS.rms_norm.default
 ROTARY = OPERATORS.rotary_embedding.default
 FUSED = OPERATORS.qk_norm_rotary_embedding.default
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 5
-Attention = Callable[..., Any]
+Function = Callable[..., Any]
 
 
 class Recording(FuseHeadNorms):
@@ -113,7 +113,7 @@ def changed_table(positions: Any, qkv: Any, q_weight: Any, k_weight: Any, table:
     return attention(positions, qkv, q_weight, k_weight, table * 2)[:2]
 
 
-def compiled(function: Attention, dynamic: bool) -> tuple[list[Any], Any]:
+def compiled(function: Function, dynamic: bool) -> tuple[list[Any], Any]:
     """What a graph calls, and its results."""
     torch._dynamo.reset()
     recording = Recording()
@@ -130,6 +130,31 @@ def test_norms_and_rotary_embedding_become_one_operator(dynamic: bool) -> None:
         assert torch.equal(found, expected)
 
 
+class Layer(torch.nn.Module):
+    """As vLLM's layers have their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _, _, q_weight, k_weight, table = tensors()
+        self.q_norm = torch.nn.Parameter(q_weight, requires_grad=False)
+        self.k_norm = torch.nn.Parameter(k_weight, requires_grad=False)
+        self.register_buffer("table", table)
+
+    def forward(self, positions: torch.Tensor, qkv: torch.Tensor) -> Any:
+        return attention(positions, qkv, self.q_norm.data, self.k_norm.data, self.table)
+
+
+@torch.no_grad()
+def test_parameters_and_buffers_are_inputs_of_a_graph() -> None:
+    torch._dynamo.reset()
+    recording = Recording()
+    options: dict[str, Any] = {"post_grad_custom_post_pass": recording}
+    results = torch.compile(Layer(), fullgraph=True, options=options)(*tensors()[:2])
+    assert recording.found == [FUSED]
+    for found, expected in zip(results, attention(*tensors()), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("function", "norms"),
     [
@@ -142,7 +167,7 @@ def test_norms_and_rotary_embedding_become_one_operator(dynamic: bool) -> None:
         (changed_table, 2),
     ],
 )
-def test_other_graphs_stay(function: Attention, norms: int) -> None:
+def test_other_graphs_stay(function: Function, norms: int) -> None:
     targets, results = compiled(function, False)
     assert targets == [*[NORM] * norms, ROTARY]
     for found, expected in zip(results, function(*tensors()), strict=True):
