@@ -87,7 +87,7 @@ def compile_ahead(
     if "humming" in kept and not failed:
         # All is compiled: keep Humming's import from starting compilers during measurements.
         os.environ.setdefault(_SERIAL, "1")
-    return {"seconds": round(time.perf_counter() - begin, 1), "failed": failed}
+    return {"seconds": round(time.perf_counter() - begin, 3), "failed": failed}
 
 
 def _start(

@@ -83,7 +83,7 @@ class MoeRun(MoeBenchmark):
         for experts, makers, m in self._cases():
             row = self._row(experts, makers, m)
             self.report["microseconds"].append(row)
-            self.report["seconds"] = round(time.perf_counter() - self._begin, 1)
+            self.report["seconds"] = round(time.perf_counter() - self._begin, 3)
             if (experts.shape, m) == self.cases[-1]:
                 self.report["gpu_state"] = gpu_state(self.device)
             yield row
