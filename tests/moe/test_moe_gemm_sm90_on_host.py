@@ -100,6 +100,19 @@ def test_tiles_give_the_same_bits(tokens: int) -> None:
     assert torch.equal(out, run(hidden, experts, ids, weights, 64))
 
 
+def test_weights_of_other_tokens_do_not_matter() -> None:
+    """A warp of the sort has every 16th pair: here one with a weight that is NaN, then one that has
+    no expert."""
+    hidden, experts, ids, weights = case("swiglu", 200, 2)
+    ids[11, 0] = -1
+    expected = run(hidden, experts, ids, weights, 32)
+    weights[3] = torch.nan
+    out = run(hidden, experts, ids, weights, 32)
+    assert out[3].isnan().all()
+    out[3] = expected[3]
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize(
     ("kind", "slots"),
     [("swiglu", 1), ("mxfp4-limited", 2), slow("swiglu", 2), slow("mxfp4-limited", 1)],

@@ -7,7 +7,7 @@ Both compute in float32 and round every result once. For inference: `backward` i
 """
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -109,13 +109,13 @@ def _lanes(head_size: int, normalizes: bool) -> int:
     return 1 << (items - 1).bit_length() if normalizes else items
 
 
-@operator(
-    "rotary_embedding",
-    lambda positions, query, key, table, head_size, interleaved: (
-        query.new_empty(query.shape),
-        key.new_empty(key.shape),
-    ),
-)
+def _empty(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *more: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+@operator("rotary_embedding", _empty)
 def rotary_embedding(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -138,19 +138,10 @@ def rotary_embedding(
     Raises:
         ValueError: tensors that do not fit each other.
     """
-    _expect_rotary(positions, query, key, table, head_size)
-    if _rotates(query, key, table, head_size):
-        return rotate(positions, query, key, table, head_size, interleaved)
-    return _rotated(positions, query, key, table, head_size, interleaved, None)
+    return _apply(positions, query, key, table, head_size, interleaved, None)
 
 
-@operator(
-    "qk_norm_rotary_embedding",
-    lambda positions, query, key, *more: (
-        query.new_empty(query.shape),
-        key.new_empty(key.shape),
-    ),
-)
+@operator("qk_norm_rotary_embedding", _empty)
 def qk_norm_rotary_embedding(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -172,24 +163,22 @@ def qk_norm_rotary_embedding(
     Raises:
         ValueError: tensors that do not fit each other.
     """
-    _expect_rotary(positions, query, key, table, head_size)
-    norms = HeadNorms(query_weight, key_weight, epsilon)
     for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
         expect(name, weight, (head_size,), query)
-    same = all(weight.dtype == query.dtype for weight in norms[:2])
-    if same and head_size <= MAX_NORMED_HEAD and _rotates(query, key, table, head_size):
-        return rotate(positions, query, key, table, head_size, interleaved, norms)
-    return _rotated(positions, query, key, table, head_size, interleaved, norms)
+    norms = HeadNorms(query_weight, key_weight, epsilon)
+    return _apply(positions, query, key, table, head_size, interleaved, norms)
 
 
-def _expect_rotary(
+def _apply(
     positions: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     table: torch.Tensor,
     head_size: int,
-) -> None:
-    """Raise ValueError for arguments of `rotary_embedding` that do not fit each other."""
+    interleaved: bool,
+    norms: HeadNorms | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Either operator, on the kernel if that takes these tensors."""
     tokens, rotary = len(positions), table.shape[-1]
     expect("positions", positions, (tokens,), query)
     expect("table", table, (len(table), rotary), query)
@@ -201,14 +190,15 @@ def _expect_rotary(
         raise ValueError(f"table: expected up to {head_size} columns, an even number, got {rotary}")
     if positions.dtype != torch.int64:
         raise ValueError(f"positions: expected int64, got {positions.dtype}")
-
-
-def _rotates(query: torch.Tensor, key: torch.Tensor, table: torch.Tensor, head_size: int) -> bool:
-    """Whether `rotary_embedding.cu` takes these tensors."""
-    sizes = table.shape[-1] % 8 == 0 and head_size % 8 == 0
-    same = key.dtype == table.dtype == query.dtype
+    others = [key, table]
     # Threads are counted in 32 bits. They have eight values each, or up to half of them none.
-    return suits(query) and same and sizes and (query.numel() + key.numel()) // 4 < 2**32
+    fits = rotary % 8 == 0 and head_size % 8 == 0 and (query.numel() + key.numel()) // 4 < 2**32
+    if norms is not None:
+        others += norms[:2]
+        fits = fits and head_size <= MAX_NORMED_HEAD
+    takes = fits and suits(query) and all(x.dtype == query.dtype for x in others)
+    run = rotate if takes else _rotated
+    return run(positions, query, key, table, head_size, interleaved, norms)
 
 
 def _rotated(

@@ -179,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 2) moe_sort(const __g
     // Its lanes count the pairs of the same expert before it.
     for (int first = 0; expert >= 0 && first < i; first += 32)
       position += __popc(__ballot_sync(~0u, first + lane < i && counts.own[first + lane] == expert));
-    if (lane == 0) p.places[pair] = make_int2(position, __float_as_int(weight));
+    // 0 for a pair without an expert, whose weight was not loaded: the sum multiplies zeros by it.
+    if (lane == 0) p.places[pair] = make_int2(position, __float_as_int(expert < 0 ? 0.0f : weight));
     if (expert >= 0) {
       token.store(p, position, 0);
       for (int first = 32 * OCTETS; first < p.chunks * 16; first += 32 * OCTETS) {
