@@ -153,23 +153,21 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 2) moe_sort(const __g
   // A warp takes every WARPS-th pair, and prefetches a pair's token before it knows where the pair goes.
   Token token;
   float weight = 0.0f;
-  auto load = [&](int i) {
-    token.load(p, begin + i, 0);
+  auto load = [&](int i, bool is_counted) {
+    if (i >= end - begin) return;
     weight = number_at(p.pairs.weights, begin + i, p.pairs.weights_dtype);
-  };
-  // Those that have no expert have no token, once that is known.
-  auto load_known = [&](int i) {
-    if (i < end - begin && counts.own[i] >= 0) load(i);
+    // Without an expert it is not needed, once that is known.
+    if (!is_counted || counts.own[i] >= 0) token.load(p, begin + i, 0);
   };
   const bool is_small = p.pairs.count <= SORT_THREADS * IDS_SMALL;
   if (is_small) {
-    if (warp < end - begin) load(warp);
+    load(warp, false);
     count_pairs<IDS_SMALL>(p, counts, begin, end);
   } else {
     count_pairs<IDS>(p, counts, begin, end);
   }
   __syncthreads();
-  if (!is_small) load_known(warp);
+  if (!is_small) load(warp, true);
   if (warp == 0) place_experts(p, counts);
   __syncthreads();
 #pragma unroll 1
@@ -179,8 +177,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 2) moe_sort(const __g
     // Its lanes count the pairs of the same expert before it.
     for (int first = 0; expert >= 0 && first < i; first += 32)
       position += __popc(__ballot_sync(~0u, first + lane < i && counts.own[first + lane] == expert));
-    // 0 for a pair without an expert, whose weight was not loaded: the sum multiplies zeros by it.
-    if (lane == 0) p.places[pair] = make_int2(position, __float_as_int(expert < 0 ? 0.0f : weight));
+    if (lane == 0) p.places[pair] = make_int2(position, __float_as_int(weight));
     if (expert >= 0) {
       token.store(p, position, 0);
       for (int first = 32 * OCTETS; first < p.chunks * 16; first += 32 * OCTETS) {
@@ -188,6 +185,6 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 2) moe_sort(const __g
         token.store(p, position, first);
       }
     }
-    load_known(i + WARPS);
+    load(i + WARPS, true);
   }
 }
