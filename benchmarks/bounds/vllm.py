@@ -41,9 +41,9 @@ def of_steps(report: dict[str, Any]) -> Iterator[Bound]:
 
 _EXPERTS_MAX_MS = {"1x2048": 2.9, "16x1024": 5.5, "64x4096": 8.5, "128x1024": 8.0}
 _WHY_EXPERTS = {
-    "16x1024": "4.53 with later kernels (vllm_step_qwen3_30b_a3b_head_norms)",
-    "64x4096": "8.13 with later kernels (the same file)",
-    "128x1024": "8.12 with later kernels, whose experts take 100 us a layer, a plain read 75",
+    "16x1024": "4.55 with later kernels (vllm_step_qwen3_30b_a3b_in_place)",
+    "64x4096": "8.18 with later kernels (the same file)",
+    "128x1024": "7.94 with later kernels (the same file)",
 }
 
 

@@ -134,6 +134,7 @@ ASSEMBLY = {
     "mapa.shared::cluster.u32 %0, %1, %2;": f"%0 = {HERE}map_to_rank(%1, %2)",
     "mbarrier.arrive.shared::cta.b64 _, [%0];": f"{HERE}arrive_and_expect(*{HERE}cta, %0, 0)",
     "mbarrier.arrive.shared::cluster.b64 _, [%0];": f"{HERE}arrive_mapped(%0)",
+    "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];": f"{HERE}arrive_after_copies(%0)",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];": (
         f"{HERE}copy_bulk(%0, %1, %2, %3)"
     ),

@@ -164,6 +164,20 @@ inline void send(Cta& to, unsigned address, unsigned alignment, std::vector<unsi
   deliveries.push_back({&to, place, std::move(bytes), &barrier_at(to, barrier)});
 }
 
+// Arrives at a barrier when this thread's copies have ended: it counts their bytes.
+inline void arrive_after_copies(unsigned barrier) {
+  unsigned expected = 0;
+  for (const Copy& copy : this_thread().copies) {
+    mark_in_flight(copy.to, copy.bytes, false);
+    std::vector<unsigned char> bytes(copy.bytes);
+    memcpy(bytes.data(), copy.from, copy.there);
+    send(*cta, copy.to, copy.bytes, std::move(bytes), barrier);
+    expected += copy.bytes;
+  }
+  this_thread().copies.clear();
+  arrive_and_expect(*cta, barrier, expected);
+}
+
 // A tensor map here: `BoxMap` of build.py.
 struct BoxMap {
   unsigned char* memory;

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from halfbyte.moe.cuda import kernel
-from halfbyte.moe.cuda.gemm_sm90.launcher import _padded
 from halfbyte.moe.cuda.gemm_sm90.plan import (
+    LIST_PAIRS,
     MAX_CTAS,
+    MAX_NARROW_PAIRS,
     MAX_PAIRS,
     NARROW,
     SORT_THREADS,
@@ -23,6 +24,7 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
     max_tiles,
     row_pairs,
 )
+from halfbyte.moe.cuda.gemm_sm90.products import padded
 from halfbyte.moe.cuda.plan import MAX_EXPERTS, Work
 from linear.gpus import H200, RTX_3090
 from machine_code import compiled, disassembled, stack_bytes
@@ -124,6 +126,12 @@ def test_sizes_of_any_routing_are_reached() -> None:
     assert max_rows(17, 1) == 32
 
 
+def test_narrow_tiles_are_for_as_many_pairs_as_a_cta_lists() -> None:
+    works = tuple(work._replace(num_experts=MAX_EXPERTS) for work in QWEN)
+    assert choose_tokens(works, MAX_NARROW_PAIRS, BLOCK_BYTES, NUM_SMS) == NARROW
+    assert choose_tokens(works, MAX_NARROW_PAIRS + 1, BLOCK_BYTES, NUM_SMS) > NARROW
+
+
 def test_lists_of_the_sort_kernel_fit_without_more_shared_memory() -> None:
     grid = min(2 * NUM_SMS, -(-MAX_PAIRS // (SORT_THREADS // 32)))
     assert 8 * MAX_EXPERTS + 4 * -(-MAX_PAIRS // grid) <= 48 * 1024
@@ -132,7 +140,7 @@ def test_lists_of_the_sort_kernel_fit_without_more_shared_memory() -> None:
 def test_intermediate_channels_fill_their_steps() -> None:
     """Gate_up writes all channels that down reads."""
     for gate_up, down in (QWEN, GPT, MIXTRAL):
-        assert row_pairs(gate_up) * 128 == _padded(down.k)
+        assert row_pairs(gate_up) * 128 == padded(down.k)
 
 
 def test_the_number_of_pairs_selects() -> None:
@@ -205,12 +213,14 @@ def test_narrow_tiles_compile_without_spills(
     cubin = compiled("moe/cuda/gemm_sm90/narrow.cu", {**macros}, "sm_90a")
     assert stack_bytes(cubin) == 0
     # Sixteen matmuls in a step of 8 tokens, and twice as many for 16; again with large scales.
-    # All that for each product.
+    # All that for each product, and half of it for halves of down's tiles of rows.
     matmuls = re.findall(r"\bHMMA\b", disassembled(cubin, tmp_path))
-    assert len(matmuls) == (192 if work.weight_format == "mxfp4" else 96)
+    assert len(matmuls) == (240 if work.weight_format == "mxfp4" else 120)
 
 
-def test_sort_and_sum_compile() -> None:
+def test_sort_list_and_sum_compile() -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
+    for pairs in LIST_PAIRS:
+        assert stack_bytes(compiled("moe/cuda/gemm_sm90/list.cu", {"PAIRS": pairs}, "sm_90a")) == 0
     assert stack_bytes(compiled("moe/cuda/gemm_sm90/sort.cu", {}, "sm_90a")) == 0
     assert stack_bytes(compiled("moe/cuda/sum.cu", {"X_BF16": 1, "SORTED": 1}, "sm_90a")) == 0

@@ -1,7 +1,7 @@
 """The CUDA kernels for many tokens per expert on SM90, run on the CPU."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +13,7 @@ import cuda_on_host
 from halfbyte.linear.w4a16.gemv.plan import Gpu
 from halfbyte.moe import PackedExperts
 from halfbyte.moe.cuda import sums
-from halfbyte.moe.cuda.gemm_sm90 import launcher
+from halfbyte.moe.cuda.gemm_sm90 import launcher, narrow, products
 from halfbyte.moe.cuda.gemm_sm90.plan import MoeGemmPlan
 from halfbyte.moe.cuda.pairs import pairs_of
 from halfbyte.moe.cuda.plan import Work
@@ -30,17 +30,19 @@ GPU = Gpu(90, 232448, 4, 2)
 @contextmanager
 def on_host(ctas_at_once: int = 2 * GPU.num_sms) -> Iterator[None]:
     """Let the launcher's kernels run on the CPU; memory that it allocates begins as NaN."""
-    kernels = launcher._kernel_of, launcher._gemm_kernel
-    caches = (*kernels, launcher._map, launcher._narrow_map)
+    kernels = products.kernel_of, products.product_kernel
+    caches = (*kernels, products.map_of, narrow._map_of_x)
     for cached in caches:
         cached.cache_clear()
     with (
         cuda_on_host.overlapping_kernels(GPU.compute_capability, ctas_at_once=ctas_at_once),
         cuda_on_host.tensor_maps_on_host(),
-        patch.object(launcher, "gpu_of", lambda device: GPU),
-        patch.object(launcher, "allocate", cuda_on_host.allocate),
-        patch.object(sums, "allocate", cuda_on_host.allocate),
+        ExitStack() as stack,
     ):
+        for module in (launcher, narrow, products):
+            stack.enter_context(patch.object(module, "gpu_of", lambda device: GPU))
+        for module in (launcher, narrow, sums):
+            stack.enter_context(patch.object(module, "allocate", cuda_on_host.allocate))
         yield
     for cached in caches:
         cached.cache_clear()
@@ -124,7 +126,7 @@ def test_rings_that_go_round(kind: str, slots: int) -> None:
     def small_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan:
         return MoeGemmPlan(tokens, slots, 4)
 
-    with patch.object(launcher, "make_plan", small_plan):
+    with patch.object(products, "make_plan", small_plan):
         for _ in range(2):
             assert_close_enough(run(*arguments, 32), *arguments)
 
@@ -136,7 +138,7 @@ def test_slots_of_narrow_tiles_that_go_round(kind: str, slots: int) -> None:
     def small_plan(work: Work, tokens: int, block_bytes: int) -> MoeGemmPlan:
         return MoeGemmPlan(tokens, slots, 2 * slots)
 
-    with patch.object(launcher, "make_plan", small_plan):
+    with patch.object(products, "make_plan", small_plan):
         assert_close_enough(run(*arguments, 16), *arguments)
 
 
@@ -228,10 +230,44 @@ def test_sort(num_experts: int) -> None:
             tiles.append((start + first, expert << 16 | min(64, len(pairs) - first)))
         start += -(-len(pairs) // 16) * 16
     assert start <= found.x.shape[0]
-    assert found.num_tiles.item() == len(tiles) <= found.max_tiles
-    assert found.tiles.view(-1, 2)[: len(tiles)].tolist() == [list(tile) for tile in tiles]
+    assert found.tiles.num_tiles.item() == len(tiles) <= found.tiles.max_tiles
+    assert found.tiles.tiles.view(-1, 2)[: len(tiles)].tolist() == [list(tile) for tile in tiles]
     # Position 16 (2 j + h) + 8 q + 2 c + b of 64 values has value 16 c + 8 j + 4 h + 2 q + b.
     value = torch.arange(256).view(4, 4, 2, 2, 2, 2).permute(0, 2, 3, 4, 1, 5).flatten()
     padded = torch.nn.functional.pad(hidden, (0, 256 - 160))
     pairs = (ids.flatten() >= 0).nonzero().flatten()
     assert torch.equal(found.x[positions[pairs].long()], padded[pairs // 3][:, value])
+
+
+@pytest.mark.parametrize(("m", "num_experts"), [(90, 3), (90, 40), slow(700, 2)])
+def test_list(m: int, num_experts: int) -> None:
+    """Rows of each expert begin at multiples of 16; all of its pairs have one, in any order."""
+    ids, weights = random_routing(m, 3, num_experts) if num_experts > 2 else one_in_two(m)
+    top_k = ids.shape[1]
+    ids[5, 1] = ids[80, 0] = -1
+    with on_host():
+        pairs = pairs_of(ids, weights, num_experts)
+        found = narrow.list_pairs(pairs, 0)
+    rows, bits = found.places.view(-1, 2).t().contiguous()
+    assert torch.equal(bits.view(torch.float32), weights.flatten())
+    assert (rows[[5 * top_k + 1, 80 * top_k]] == -1).all()
+    tiles: list[list[int]] = []
+    start = 0
+    for expert in range(num_experts):
+        own = (ids.flatten() == expert).nonzero().flatten()
+        assert rows[own].sort().values.tolist() == list(range(start, start + len(own)))
+        for first in range(0, len(own), 16):
+            tiles.append([start + first, expert << 16 | min(16, len(own) - first)])
+        start += -(-len(own) // 16) * 16
+    present = (ids.flatten() >= 0).nonzero().flatten()
+    assert torch.equal(found.tokens[rows[present].long()].long(), present // top_k)
+    assert found.tiles.num_tiles.item() == len(tiles) <= found.tiles.max_tiles
+    assert found.tiles.tiles.view(-1, 2)[: len(tiles)].tolist() == tiles
+    assert not found.counters.any()
+    assert not found.written[: 2 * len(tiles)].any()
+
+
+def one_in_two(m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and weights `[m, 2]` of two experts; with 600 tokens more pairs than threads."""
+    ids = torch.tensor([[0, 1]]).repeat(m, 1)
+    return ids, torch.rand(m, 2, generator=torch.Generator().manual_seed(0))

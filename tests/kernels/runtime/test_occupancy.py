@@ -19,6 +19,7 @@ from halfbyte.linear.w4a16.gemv.plan import Gpu
 from halfbyte.moe.cuda import launcher as moe
 from halfbyte.moe.cuda import sums
 from halfbyte.moe.cuda.gemm_sm90 import launcher as moe_gemm
+from halfbyte.moe.cuda.gemm_sm90 import narrow, products
 from moe.cases import random_hidden, random_routing
 from moe.on_host import BF16, KINDS, experts_of, packed_on_host
 
@@ -26,7 +27,7 @@ SM_BYTES = 228 * 1024
 H200 = Gpu(90, SM_BYTES - RESERVED_BYTES, 132, 66)
 CACHED: tuple[Any, ...] = (
     *(gemv._gemv_kernels, moe._product_kernel, moe._plan),
-    *(moe_gemm._kernel_of, moe_gemm._gemm_kernel, moe_gemm._map, moe_gemm._narrow_map),
+    *(products.kernel_of, products.product_kernel, products.map_of, narrow._map_of_x),
 )
 
 
@@ -53,10 +54,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launch]]:
 
     monkeypatch.setattr(nvrtc, "load", load)
     monkeypatch.setattr(nvrtc, "launch", launch)
-    for launcher in (gemv, moe, moe_gemm):
-        monkeypatch.setattr(launcher, "gpu_of", lambda device: H200)
-        monkeypatch.setattr(launcher, "allocate", cuda_on_host.allocate)
-    monkeypatch.setattr(sums, "allocate", cuda_on_host.allocate)
+    for module in (gemv, moe, moe_gemm, narrow, products):
+        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
+    for module in (gemv, moe, moe_gemm, narrow, sums):
+        monkeypatch.setattr(module, "allocate", cuda_on_host.allocate)
     for cached in CACHED:
         cached.cache_clear()
     with cuda_on_host.tensor_maps_on_host():
@@ -105,20 +106,24 @@ def test_gemv(m: int, launches: dict[str, Launch]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "maker"),
-    [(moe, "_plan"), (moe_gemm, "make_plan")],
+    ("launcher", "planner", "maker"),
+    [(moe, moe, "_plan"), (moe_gemm, products, "make_plan")],
     ids=["few tokens", "many tokens"],
 )
 def test_experts(
-    launcher: Any, maker: str, launches: dict[str, Launch], monkeypatch: pytest.MonkeyPatch
+    launcher: Any,
+    planner: Any,
+    maker: str,
+    launches: dict[str, Launch],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make, plans = getattr(launcher, maker), list[Any]()
+    make, plans = getattr(planner, maker), list[Any]()
 
     def recorded(*arguments: Any) -> Any:
         plans.append(make(*arguments))
         return plans[-1]
 
-    monkeypatch.setattr(launcher, maker, recorded)
+    monkeypatch.setattr(planner, maker, recorded)
     experts = experts_of(KINDS["swiglu"], 3, 288, 160)
     matrices = packed_on_host(experts, BF16)
     routing = random_routing(9, 1, 3)

@@ -61,6 +61,11 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives when this thread's copies (cp.async) have ended.
+__device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives at a barrier of another CTA of the cluster (address from `map_to_rank`). Not `.release.cluster`, which
 // would wait for all loads in flight: the memory that the barrier guards must have been read before.
 __device__ __forceinline__ void barrier_arrive_mapped(u32 barrier) {

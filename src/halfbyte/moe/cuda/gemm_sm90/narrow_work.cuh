@@ -3,17 +3,21 @@
 #pragma once
 #include "moe/cuda/gemm_sm90/memory.cuh"
 
-#define LOADERS 3  // threads
+#define LOADERS 34  // threads: one for each half of W, and a warp for x
+#define HALVED 1   // of the last pairs of tiles of rows, per CTA, are drawn as halves, so that CTAs end less far apart
 #define DRAWS 1    // entries; with more, tiles are drawn earlier, and CTAs end less at the same time
 #define POLLS 64   // some 40 us
 
 struct Products {
   Params gate_up, down;
+  const u16* x;       // [M, h]
+  const int* tokens;  // [rows]: of each pair
+  int h;              // a multiple of 8
   u64* written;   // see Written
-  int* counters;  // CTAs that have started, and tiles of down that were drawn; cleared by the sort kernel
+  int* counters;  // CTAs that have started, and tiles of down that were drawn; cleared by the list kernel
 };
 
-// Of every tile, how many pieces of `middle` are in memory: two of each pair of tiles of rows. The sort kernel clears
+// Of every tile, how many pieces of `middle` are in memory: two of each pair of tiles of rows. The list kernel clears
 // them. Tiles of 16 tokens begin at multiples of 16, so that their rows number them.
 struct Written {
   u64* pieces;
@@ -34,7 +38,15 @@ struct Written {
   }
 };
 
-// A ring of tiles of down, from the thread that draws them to loaders and workers.
+// What a CTA draws of down: a pair of tiles of rows, or its first or second half.
+enum Half { FIRST, SECOND, BOTH };
+struct Draw {
+  int2 tile;
+  int row_pair;  // -1 behind the last one
+  int half;
+};
+
+// A ring of draws, from the thread that draws them to loaders and workers.
 struct Draws {
   u32 full, empty, entries;
   RingState<DRAWS> at;
@@ -53,19 +65,19 @@ struct Draws {
 
   __device__ __forceinline__ void wait_for_place() const { barrier_wait(empty + 8 * at.stage, at.parity ^ 1); }
 
-  // After that. `row_pair` is -1 behind the last tile.
-  __device__ __forceinline__ void push(int2 tile, int row_pair) {
-    store16(entries + 16 * at.stage, make_uint4(tile.x, tile.y, row_pair, 0));
+  // After that.
+  __device__ __forceinline__ void push(const Draw& draw) {
+    store16(entries + 16 * at.stage, make_uint4(draw.tile.x, draw.tile.y, draw.row_pair, draw.half));
     barrier_arrive(full + 8 * at.stage);
     at.next();
   }
 
-  // Whether there is a tile, which this thread then releases.
-  __device__ __forceinline__ bool pop(int2& tile, int& row_pair) const {
+  // Whether there is one, which this thread then releases.
+  __device__ __forceinline__ bool pop(Draw& draw) const {
     barrier_wait(full + 8 * at.stage, at.parity);
     const uint4 entry = load16(entries + 16 * at.stage);
-    tile = make_int2(entry.x, entry.y), row_pair = entry.z;
-    return row_pair >= 0;
+    draw = {make_int2(entry.x, entry.y), (int)entry.z, (int)entry.w};
+    return draw.row_pair >= 0;
   }
 
   __device__ __forceinline__ void release() {
@@ -80,7 +92,8 @@ struct Draws {
 // that all CTAs have started. The last one to start always sees that, and computes the tiles that no other CTA draws.
 __device__ __forceinline__ void draw_tiles(const Products& all, Draws draws) {
   const Params& p = all.down;
-  const int end = __ldcg(p.num_tiles) * p.row_pairs;
+  const int all_pairs = __ldcg(p.num_tiles) * p.row_pairs;
+  const int whole = max(all_pairs - HALVED * (int)gridDim.x, 0), end = 2 * all_pairs - whole;
   int started = atomicAdd(all.counters, 1) + 1;
 #pragma unroll 1
   for (int i = 0; i < POLLS && started < (int)gridDim.x; i++) started = atomicAdd(all.counters, 0);
@@ -89,8 +102,8 @@ __device__ __forceinline__ void draw_tiles(const Products& all, Draws draws) {
     draws.wait_for_place();
     const int drawn = atomicAdd(all.counters + 1, 1);
     if (drawn >= end) break;
-    const int tile = drawn / p.row_pairs;
-    draws.push(__ldcg(p.tiles + tile), drawn - tile * p.row_pairs);
+    const int halves = max(drawn - whole, 0), pair = drawn - (halves + 1) / 2, tile = pair / p.row_pairs;
+    draws.push({__ldcg(p.tiles + tile), pair - tile * p.row_pairs, drawn < whole ? BOTH : halves % 2});
   }
-  draws.push(make_int2(0, 0), -1);
+  draws.push({make_int2(0, 0), -1, BOTH});
 }

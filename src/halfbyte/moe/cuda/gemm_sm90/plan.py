@@ -18,6 +18,9 @@ STRIP = 16
 MAX_PAIRS = 2**20
 """Max pairs, because every CTA of the sort kernel counts all expert ids."""
 SORT_THREADS = 512
+LIST_THREADS, LIST_PAIRS = 1024, (1, 8)
+"""Threads of the only CTA of `list.cu`, and pairs per thread that it is compiled for."""
+MAX_NARROW_PAIRS = LIST_THREADS * LIST_PAIRS[-1]
 _MAX_STAGES = 12
 _MIN_STAGES = {1: 4, 2: 6}
 """Min stages of the ring, by CTAs per SM."""
@@ -156,7 +159,8 @@ def choose_tokens(works: tuple[Work, ...], num_pairs: int, block_bytes: int, num
             took += waves * (steps(work) + _TILE_STEPS) * column / tiles * factor
         return took
 
-    return min(TOKENS, key=microseconds)
+    allowed = [tokens for tokens in TOKENS if tokens > NARROW or num_pairs <= MAX_NARROW_PAIRS]
+    return min(allowed, key=microseconds)
 
 
 def _mean_tiles(num_pairs: int, num_experts: int, tokens: int) -> tuple[float, float]:

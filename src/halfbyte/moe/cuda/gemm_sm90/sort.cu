@@ -19,8 +19,6 @@ struct Params {
   int2* places;    // [count]: row of a pair in `sorted`, -1 for pairs without an expert; bits of its weight
   int2* tiles;     // see Tile in work.cuh
   int* num_tiles;
-  u64* written;    // [tiles], cleared, as are two counters; see narrow_work.cuh
-  int* counters;
   int h, chunks;   // a multiple of 32; of 128 values
   int tokens;      // of a tile
   u32 fraction;    // 2^32 / tokens, rounded up
@@ -84,20 +82,15 @@ __device__ __forceinline__ void place_experts(const Params& p, const Counts& cou
     row += (count + 15) / 16 * 16, tile += p.tiles_of(count);
   }
   const int rows_end = sum_of_lanes(row), tiles_end = sum_of_lanes(tile);
-  if (blockIdx.x == 0 && lane == 31) {
-    *p.num_tiles = tiles_end;
-    p.counters[0] = p.counters[1] = 0;
-  }
+  if (blockIdx.x == 0 && lane == 31) *p.num_tiles = tiles_end;
   row = rows_end - row, tile = tiles_end - tile;
 #pragma unroll 4
   for (int expert = begin; expert < end; expert++) {
     const int before = counts.before[expert], count = before + counts.from[expert];
     counts.from[expert] = row + before;
     if (blockIdx.x == 0)
-      for (int left = count, first = row; left > 0; left -= p.tokens, first += p.tokens, tile++) {
+      for (int left = count, first = row; left > 0; left -= p.tokens, first += p.tokens, tile++)
         p.tiles[tile] = make_int2(first, expert << 16 | min(p.tokens, left));
-        p.written[tile] = 0;
-      }
     row += (count + 15) / 16 * 16;
   }
 }

@@ -23,6 +23,8 @@ struct Vectors {
   float scale[2], bias[2];
   bool exists;  // gated: whether the channel exists
 
+  Vectors() = default;
+
   __device__ __forceinline__ Vectors(const Params& p, int expert, int tile, int lane) {
     const int channel = channel_of(tile, lane / 4);
     exists = channel < p.n / 2;

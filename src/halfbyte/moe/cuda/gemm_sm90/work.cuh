@@ -40,6 +40,7 @@ struct Tile {
 struct Work {
   int2 tile, ahead;  // the next tile, loaded one tile ahead to hide its latency
   int row_pair;
+  int next_tile;     // number of the next tile
 
   // After the kernel that has written the tiles.
   __device__ __forceinline__ Work(const Params& p, int zero)
@@ -65,7 +66,7 @@ struct Work {
   }
 
  private:
-  int next_tile, next_row_pair, tiles_ahead, row_pairs_ahead, num_tiles, zero;
+  int next_row_pair, tiles_ahead, row_pairs_ahead, num_tiles, zero;
 
   __device__ __forceinline__ void load(const Params& p) {
     if (next_tile < num_tiles) ahead = __ldcg(p.tiles + next_tile + zero);
