@@ -405,6 +405,12 @@ def tiles() -> None:
                 routing = ids.cuda(), weights.cuda()
                 out = run(x.cuda(), *matrices, made.activation, *routing, tokens)
                 assert_close_enough(out.cpu(), x, made, ids, weights)
+    small = random_experts(8, 608, 96, **options)
+    x = random_hidden(800, 608, options["dtype"])
+    ids, weights = random_routing(800, 3, 8)  # more pairs than list.cu has threads
+    matrices = packed_matrices(on_gpu(small), options["dtype"])
+    out = run(x.cuda(), *matrices, small.activation, ids.cuda(), weights.cuda(), 16)
+    assert_close_enough(out.cpu(), x, small, ids, weights)
 
 
 PARTS: dict[str, Callable[[], None]] = {

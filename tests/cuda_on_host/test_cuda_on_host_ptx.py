@@ -48,6 +48,30 @@ extern "C" __global__ void some_copies(Params p) {
   p.out[threadIdx.x * 2] = x, p.out[threadIdx.x * 2 + 1] = y;
 }
 
+// Even lanes copy 16 bytes; a barrier counts all lanes when their copies have ended. With an
+// offset nobody waits for it.
+extern "C" __global__ void counted_copies(Params p) {
+  extern __shared__ __align__(128) u32 words[];
+  const u32 barrier = (u32)__cvta_generic_to_shared(words), to = barrier + 128 + threadIdx.x * 16;
+  if (threadIdx.x == 0)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(32) : "memory");
+  __syncwarp();
+  if (threadIdx.x % 2 == 0)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(p.in));
+  else
+    words[32 + threadIdx.x * 4] = 9;
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+  u32 done = p.offset;
+  while (!done)
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+        "selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(0)
+        : "memory");
+  p.out[threadIdx.x] = words[32 + threadIdx.x * 4];
+}
+
 // Lane 0 copies, and waits if the offset is odd; then lane 1 loads, stores or copies there.
 extern "C" __global__ void pending(Params p) {
   extern __shared__ __align__(128) u32 words[];
@@ -272,6 +296,13 @@ def test_copies_arrive_when_they_are_waited_for(folder: Path) -> None:
 def test_copies_of_some_lanes(folder: Path) -> None:
     out = run(folder, "some_copies", torch.arange(1, 5, dtype=torch.int32))[:64].view(32, 2)
     assert out.tolist() == [[1, 2], [5, 6]] * 16
+
+
+def test_a_barrier_counts_copies(folder: Path) -> None:
+    given = torch.arange(1, 5, dtype=torch.int32)
+    assert run(folder, "counted_copies", given)[:32].tolist() == [1, 9] * 16
+    with pytest.raises(RuntimeError, match="ends before all bytes have come to it"):
+        run(folder, "counted_copies", given, offset=1)
 
 
 @pytest.mark.parametrize(("what", "wanted"), [(0, [4, 4]), (1, [7, 7]), (2, [1, 7])])

@@ -147,6 +147,35 @@ def test_few_pairs_need_no_lists(top_k: int) -> None:
     assert_close_enough(outs[1], hidden, experts, ids, weights)
 
 
+@pytest.mark.parametrize(
+    ("kind", "m"),
+    [("swiglu", 4), ("mxfp4-limited", 1), slow("mxfp4-limited", 4), slow("swiglu", 3)],
+)
+def test_tokens_that_stay_in_shared_memory(kind: str, m: int) -> None:
+    """The same bits as with tokens that are loaded for each expert; an expert that a token has
+    twice, and pairs without one."""
+
+    def plan_of(resident: bool, work: Work, m: int, top_k: int, gpu: Gpu) -> StreamingPlan:
+        plan = make_plan(work, m, top_k, gpu)
+        assert plan.few
+        assert plan.resident
+        return plan._replace(resident=resident)
+
+    experts, hidden = (
+        experts_of(KINDS[kind], 5, HIDDEN, INTERMEDIATE),
+        random_hidden(m, HIDDEN, BF16),
+    )
+    ids, weights = random_routing(m, 3, 5)
+    ids[-1, 1] = ids[-1, 2]
+    ids[0, 0] = -1
+    outs = []
+    for resident in (False, True):
+        with patch.object(launcher, "make_plan", partial(plan_of, resident)):
+            outs.append(run(hidden, experts, ids, weights))
+    assert torch.equal(*outs)
+    assert_close_enough(outs[1], hidden, experts, ids, weights)
+
+
 def test_no_tokens() -> None:
     experts = experts_of(KINDS["swiglu"], 5, HIDDEN, INTERMEDIATE)
     out = run(random_hidden(0, HIDDEN, BF16), experts, *random_routing(0, 2, 5))

@@ -75,6 +75,17 @@ def test_tiles(tokens: int) -> None:
         assert torch.equal(out, product(hidden, experts, ids, weights, 64))
 
 
+@pytest.mark.parametrize("m", [700, 2500])
+def test_tiles_of_16_tokens_for_many_pairs(m: int) -> None:
+    """More pairs than the kernel that lists them has threads."""
+    needs_sm90()
+    experts = on_gpu(random_experts(8, 608, 96, dtype=torch.bfloat16))
+    hidden = random_hidden(m, 608, torch.bfloat16).cuda()
+    ids, weights = (t.cuda() for t in random_routing(m, 3, 8))
+    out = product(hidden, experts, ids, weights, 16)
+    assert_close_enough(out, hidden, experts, ids, weights)
+
+
 def test_bits_do_not_depend_on_the_batch() -> None:
     needs_sm90()
     experts = on_gpu(random_experts(8, 2048, 768, dtype=torch.bfloat16))

@@ -28,6 +28,8 @@
 //   SPLIT, GROUPS         warps of a group, groups of a CTA
 //   PARTS                 of 128 k in an item
 //   FEW                   1 for at most 32 pairs
+//   RESIDENT              1 if shared memory holds x of all tokens, or if not GATED of all entries that the CTA has;
+//                         only with FEW
 //   SINGLE                1 for MXFP4 and entries of one pair, see single.cuh
 //   STAGES, CTAS          items in a ring, CTAs per SM
 
@@ -98,14 +100,25 @@ __device__ __forceinline__ void store_tile(const Params& p, const Lists& lists, 
   }
 }
 
+// The row of x in shared memory that a column of an entry has.
+__device__ __forceinline__ int row_of(const Params& p, const int* pairs, int own, int column) {
+#if !RESIDENT
+  return column;
+#elif GATED
+  return pairs[column] / p.pairs.top_k;
+#else
+  return (own << p.pairs.columns_log2) + column;
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int group = warp / SPLIT, split = warp % SPLIT;
-  u8* const rings = shared + (X_ROW_BYTES << p.pairs.columns_log2);
-  u8* const sums = rings + SPLIT * GROUPS * STAGES * ITEM_BYTES;
   // A CTA's share of the units belongs to at most so many entries.
   const int max_own = p.max_entries / gridDim.x + 2;
+  u8* const rings = shared + ((RESIDENT && !GATED ? max_own : 1) * X_ROW_BYTES << p.pairs.columns_log2);
+  u8* const sums = rings + SPLIT * GROUPS * STAGES * ITEM_BYTES;
   Lists lists(p.pairs, p.max_entries, max_own, sums + (SPLIT > 1 ? SPLIT * GROUPS * 2 * SUM_BYTES : 0));
   lists.clear(p.pairs);
 #if GATED
@@ -114,16 +127,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
   wait_for_previous();
   allow_next();
 #endif
+  Octets octets;
+#if RESIDENT && GATED
+  // Before weights, behind which they would wait, and before it is known which experts are hit.
+  const int tokens = p.pairs.count / p.pairs.top_k;
+  const auto token_at = [&](int row) { return p.x + (u64)row * K; };
+  octets.load(tokens, threadIdx.x, token_at);
+#endif
   const int total = lists.find_entries(p.pairs) * UNITS;
   const int begin = p.share(total, blockIdx.x), end = p.share(total, blockIdx.x + 1);
   Stream<UnitTiles> stream(p, {p, lists, begin, end, group}, rings + warp * STAGES * ITEM_BYTES, split);
-  const int first_entry = begin / UNITS;
-  lists.find_own(p.pairs, first_entry, begin < end ? (end - 1) / UNITS + 1 - first_entry : 0, !GATED);
+  const int first_entry = begin / UNITS, own_entries = begin < end ? (end - 1) / UNITS + 1 - first_entry : 0;
+#if RESIDENT && GATED
+  load_rows(shared, tokens, token_at, octets, true);
+#endif
+  lists.find_own(p.pairs, first_entry, own_entries, !GATED);
 #if !GATED
   wait_for_previous();
   allow_next();
 #elif FEW
   clear_tickets(p);
+#endif
+#if RESIDENT && !GATED
+  const int rows = own_entries << p.pairs.columns_log2;
+  load_rows(shared, rows, [&](int row) { return p.x + (u64)lists.pair_of_row(p.pairs, row) * K; }, octets);
+  __syncthreads();
 #endif
 
   int at_entry = -1, turn = 0;
@@ -132,14 +160,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
     const int own = unit / UNITS - first_entry, count = lists.own_counts[own];
     const int* const pairs = lists.own_pairs + (own << p.pairs.columns_log2);
     if (own != at_entry) {
+#if !RESIDENT
       if (own > 0) __syncthreads();  // the last entry's tokens are no longer read
-      load_tokens(shared, p.x, pairs, count, GATED ? p.pairs.top_k : 1);
+      load_rows(shared, count, [&](int row) { return p.x + (u64)(pairs[row] / (GATED ? p.pairs.top_k : 1)) * K; }, octets);
       __syncthreads();
+#endif
       at_entry = own;
       // Columns beyond the entry's tokens read the last token again; their results are not written.
 #pragma unroll
-      for (int i = 0; i < COLUMN_TILES; i++)
-        x_at[i] = shared + min(8 * i + lane / 4, count - 1) * X_ROW_BYTES + lane % 4 * 16;
+      for (int i = 0; i < COLUMN_TILES; i++) {
+        const int column = min(8 * i + lane / 4, count - 1);
+        x_at[i] = shared + row_of(p, pairs, own, column) * X_ROW_BYTES + lane % 4 * 16;
+      }
     }
     const int tile = tile_of_unit(unit, group);
     if (TILES % GROUPS && tile >= TILES) continue;
@@ -149,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
     if (finishes) vectors.load(p, lists.expert(unit / UNITS), tile);
     float acc[COLUMN_TILES][4] = {};
 #if SINGLE
-    multiply_single(stream, acc[0], SingleToken(shared, X_OCTETS * 16));
+    multiply_single(stream, acc[0], SingleToken(shared + row_of(p, pairs, own, 0) * X_ROW_BYTES, X_OCTETS * 16));
 #else
     stream.multiply_tile(acc, x_at, count);
 #endif

@@ -42,6 +42,12 @@ struct FewPairs {
     return __shfl_sync(~0u, expert_of_lane, first_pair(entry));
   }
 
+  // The pair of column `row % columns` of own entry `row / columns`; beyond the entry's pairs the last one.
+  __device__ __forceinline__ int pair_of_row(const Pairs& pairs, int row) const {
+    const int own = row >> pairs.columns_log2, first = own << pairs.columns_log2;
+    return own_pairs[min(row, first + own_counts[own] - 1)];
+  }
+
   // A bit for every pair that has an expert.
   __device__ __forceinline__ u32 exist() const { return __ballot_sync(~0u, expert_of_lane >= 0); }
 

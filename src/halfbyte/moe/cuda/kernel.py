@@ -36,7 +36,8 @@ from halfbyte.moe.triton import TritonKernel
 _MAX_MEAN_BESIDE_GEMM: dict[WeightFormat, float] = {"nvfp4": 4.5, "mxfp4": 8}
 """Max mean of tokens per expert for which `experts.cu` runs on SM90. On an H200 a layer of
 Qwen3-30B-A3B with a mean of 4 and 6 takes 95 and 110 µs (the GEMM 100 and 104), one of GPT-OSS-20B
-with 8 142 (155): `benchmarks/results/moe_narrow_variants.json`."""
+with 8 142 (155): `benchmarks/results/moe_narrow_variants.json`, while the GEMM still sorted tokens
+for its smallest tiles."""
 
 
 @linear_op("nvfp4_moe_cuda")

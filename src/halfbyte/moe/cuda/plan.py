@@ -115,6 +115,8 @@ class StreamingPlan(NamedTuple):
     """Parts of 128 k per item."""
     few: bool = False
     """Whether there are at most 32 pairs."""
+    resident: bool = False
+    """Whether shared memory holds x of all tokens, in `down` of all entries that a CTA has."""
 
     @property
     def column_tiles(self) -> int:
@@ -137,6 +139,7 @@ class StreamingPlan(NamedTuple):
             ("STAGES", self.stages),
             ("CTAS", self.ctas),
             ("FEW", int(self.few)),
+            ("RESIDENT", int(self.resident)),
             ("SINGLE", int(self.is_single(work))),
         )
 
@@ -149,7 +152,8 @@ class StreamingPlan(NamedTuple):
         lists = 4 * (1 + own * (1 + self.columns) + entries + work.num_experts + 2 * num_pairs)
         rings = warps * self.stages * work.item_bytes(self.parts)
         zeros = 128 if self.is_single(work) else 0
-        return self.columns * work.x_row_bytes + zeros + rings + sums + lists
+        rows = self.columns * (own if self.resident and not work.gated else 1)
+        return rows * (work.x_row_bytes + zeros) + rings + sums + lists
 
     def is_single(self, work: Work) -> bool:
         """Whether the matmul's columns are blocks of k instead of tokens (`single.cuh`)."""
@@ -233,7 +237,12 @@ def usual_plans(work: Work, gpu: Gpu) -> set[StreamingPlan]:
 def _plan_of(work: Work, columns: int, num_pairs: int, gpu: Gpu) -> StreamingPlan:
     """The plan for so many pairs; no entry has more than `columns`."""
     plan = _fastest(work, columns, num_pairs, gpu)
-    return plan._replace(few=num_pairs <= _FEW_PAIRS)
+    if num_pairs > _FEW_PAIRS:
+        return plan
+    plan = plan._replace(few=True)
+    resident = plan._replace(resident=True)
+    is_resident = plan.columns >= columns and _fits(work, resident, _FEW_PAIRS, gpu)
+    return resident if is_resident else plan
 
 
 def _fastest(work: Work, columns: int, num_pairs: int, gpu: Gpu) -> StreamingPlan:

@@ -33,29 +33,46 @@ __device__ __forceinline__ void copy_token(u8* to, const u16* row, int thread) {
   for (int octet = thread; octet < X_OCTETS; octet += THREADS_OF_ROW) copy_octet(to, row, octet);
 }
 
-// Loads rows pairs[0] / top_k, ... of x; called by all threads, before a barrier. `top_k` is 1 if x has a row per pair.
-__device__ __forceinline__ void load_tokens(u8* to, const u16* x, const int* pairs, int count, int top_k) {
-  const int total = count * X_OCTETS;
-#if SINGLE
-  if (threadIdx.x < 12) ((uint4*)to)[X_OCTETS + threadIdx.x] = make_uint4(0, 0, 0, 0);
-#endif
-  for (int first = threadIdx.x; first < total; first += THREADS * X_LOADS) {
-    uint4 v[X_LOADS];
+// Octets of rows of x on their way to shared memory, X_LOADS per thread. `address_of(i)`: of the i-th row.
+struct Octets {
+  uint4 v[X_LOADS];
+
+  // Loads octets `first`, first + THREADS, ... of all rows' octets.
+  template <class AddressOf>
+  __device__ __forceinline__ void load(int rows, int first, const AddressOf& address_of) {
 #pragma unroll
     for (int i = 0; i < X_LOADS; i++) {
-      const int at = first + i * THREADS, column = at / X_OCTETS, octet = at % X_OCTETS;
+      const int at = first + i * THREADS, row = at / X_OCTETS, octet = at % X_OCTETS;
       v[i] = make_uint4(0, 0, 0, 0);
-      if (at < total && octet * 8 < K) v[i] = __ldcg((const uint4*)(x + (u64)(pairs[column] / top_k) * K + octet * 8));
+      if (row < rows && octet * 8 < K) v[i] = __ldcg((const uint4*)(address_of(row) + octet * 8));
     }
+  }
+
+  __device__ __forceinline__ void store(u8* to, int rows, int first) {
 #pragma unroll
     for (int i = 0; i < X_LOADS; i++) {
-      const int at = first + i * THREADS;
-      if (at >= total) break;
+      const int at = first + i * THREADS, row = at / X_OCTETS;
+      if (row >= rows) break;
 #if SINGLE
       v[i].x = multiply2(v[i].x, SINGLE_FACTOR), v[i].y = multiply2(v[i].y, SINGLE_FACTOR);
       v[i].z = multiply2(v[i].z, SINGLE_FACTOR), v[i].w = multiply2(v[i].w, SINGLE_FACTOR);
 #endif
-      *(uint4*)(to + at / X_OCTETS * X_ROW_BYTES + place_of(at % X_OCTETS)) = v[i];
+      *(uint4*)(to + row * X_ROW_BYTES + place_of(at % X_OCTETS)) = v[i];
     }
+  }
+};
+
+// Loads rows of x; called by all threads, before a barrier. `octets`: those of the first turn, if `is_loaded`.
+template <class AddressOf>
+__device__ __forceinline__ void load_rows(u8* to, int rows, const AddressOf& address_of, Octets& octets,
+                                          bool is_loaded = false) {
+#if SINGLE
+  for (int i = threadIdx.x; i < rows * 12; i += THREADS)
+    *(uint4*)(to + i / 12 * X_ROW_BYTES + (X_OCTETS + i % 12) * 16) = make_uint4(0, 0, 0, 0);
+#endif
+#pragma unroll 1
+  for (int first = threadIdx.x; first < rows * X_OCTETS; first += THREADS * X_LOADS) {
+    if (first >= THREADS || !is_loaded) octets.load(rows, first, address_of);
+    octets.store(to, rows, first);
   }
 }

@@ -13,6 +13,7 @@ from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.linear.w4a16.gpu import gpu_of
 from halfbyte.moe.cuda.gemm_sm90 import narrow
 from halfbyte.moe.cuda.gemm_sm90.plan import (
+    MAX_NARROW_PAIRS,
     NARROW,
     SORT_THREADS,
     STEP_K,
@@ -80,6 +81,9 @@ def run(
 
     Args:
         tokens: of a tile, one of `TOKENS`; by default from `choose_tokens`.
+
+    Raises:
+        ValueError: tiles of 16 tokens for more than `MAX_NARROW_PAIRS` pairs.
     """
     device, num_pairs = hidden.get_device(), topk_ids.numel()
     if num_pairs == 0:
@@ -89,6 +93,10 @@ def run(
     tokens = tokens or choose_tokens(works, num_pairs, gpu.block_bytes, gpu.num_sms)
     pairs = pairs_of(topk_ids, topk_weights, works[0].num_experts)
     if tokens == NARROW:
+        if num_pairs > MAX_NARROW_PAIRS:
+            raise ValueError(
+                f"tiles of {NARROW} tokens: {num_pairs} pairs, at most {MAX_NARROW_PAIRS}"
+            )
         return narrow.run(hidden, pairs, gate_up, down, activation, works)
     found = _sort(hidden, pairs, tokens, device)
     middle = allocate(

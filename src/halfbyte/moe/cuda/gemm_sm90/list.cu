@@ -1,20 +1,19 @@
-// Lists pairs by expert for narrow.cu, which reads tokens where they are; in one CTA, no sync, all sizes depend on shapes
-// alone.
+// Lists pairs by expert for narrow.cu, which reads tokens where they are. One CTA; sizes depend on shapes alone.
 //
-// The pairs of an expert have successive rows from a multiple of 16 on, those of its tiles. Their order differs from run
-// to run; no result depends on it.
+// The pairs of an expert have successive rows from a multiple of 16 on, those of its tiles. Their order differs from
+// run to run; no result depends on it.
 //
 // Macro: PAIRS per thread, at most
 
 #include "moe/cuda/routing.cuh"
 
 #define LIST_THREADS 1024
-#define ROWS 16  // of a tile
+#define TILE 16  // rows
 
 struct Params {
   Pairs pairs;
   int2* places;  // [count]: row of a pair, -1 for pairs without an expert; bits of its weight
-  int* tokens;   // [rows]: of each pair
+  int* tokens;   // [rows]: token of a row's pair; not set where a row has none
   int2* tiles;   // see Tile in work.cuh
   int* num_tiles;
   u64* written;  // [tiles], cleared, as are two counters; see narrow_work.cuh
@@ -22,7 +21,7 @@ struct Params {
 };
 
 __device__ __forceinline__ int pair_of_thread(int i) { return (int)threadIdx.x + i * LIST_THREADS; }
-__device__ __forceinline__ int rounded(int count) { return (count + ROWS - 1) / ROWS * ROWS; }
+__device__ __forceinline__ int rounded(int count) { return (count + TILE - 1) / TILE * TILE; }
 
 // Gives each expert its rows, and lists their tiles. Called by all threads.
 __device__ __forceinline__ void place_experts(const Params& p, const int* counts, int* rows) {
@@ -44,12 +43,12 @@ __device__ __forceinline__ void place_experts(const Params& p, const int* counts
     int row = end - rounded(count);
     if (expert < num_experts) rows[expert] = row;
 #pragma unroll 1
-    for (int left = count; left > 0; left -= ROWS, row += ROWS) {
-      p.tiles[row / ROWS] = make_int2(row, expert << 16 | min(ROWS, left));
-      p.written[row / ROWS] = 0;
+    for (int left = count; left > 0; left -= TILE, row += TILE) {
+      p.tiles[row / TILE] = make_int2(row, expert << 16 | min(TILE, left));
+      p.written[row / TILE] = 0;
     }
     if (expert == num_experts - 1) {
-      *p.num_tiles = end / ROWS;
+      *p.num_tiles = end / TILE;
       p.counters[0] = p.counters[1] = 0;
     }
   }

@@ -55,8 +55,8 @@ struct Loader {
     }
   }
 
-  // x of gate_up: a lane copies 8 values of every fourth token. `tokens`: of these. Rows behind the tile's pairs keep what
-  // was there; their results are not used.
+  // x of gate_up: a lane copies 8 values of four tokens, which are `tokens`. Rows behind the tile's pairs keep what was
+  // there; their results are not used.
   __device__ __forceinline__ void gather_x(const Tile& tile, int steps, const int* tokens) {
     const int lane = threadIdx.x % 32, row = lane / 8, column = lane % 8;
     u32 from[4];  // in 8 values
@@ -91,6 +91,7 @@ struct Loader {
       const u32 to = shared + at.stage * SLOT_BYTES + 2 * WEIGHT_BYTES;
       barrier_wait(barriers.empty + 8 * at.stage, at.parity ^ 1);
       if (elect_one()) {
+        fence_async_proxy();  // gate_up's x came by the other proxy
         barrier_expect(barrier, octets * OCTET_BYTES);
         copy_boxes(to, map, tile.first, 2 * step, barrier);
         // Rows that are nobody's may follow; their results are not used.

@@ -57,7 +57,7 @@ class Listed(NamedTuple):
     places: torch.Tensor
     """`[2 pairs]`: row of a pair or -1, and the bits of its weight."""
     tokens: torch.Tensor
-    """`[rows]`: of each pair; rows are those of `tiles.max_tiles`."""
+    """`[16 tiles.max_tiles]`: token of a row's pair; not set where a row has none."""
     written: torch.Tensor
     counters: torch.Tensor
     """Zeros, for `narrow.cu`."""

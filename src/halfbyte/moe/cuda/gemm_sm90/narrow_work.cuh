@@ -4,17 +4,17 @@
 #include "moe/cuda/gemm_sm90/memory.cuh"
 
 #define LOADERS 34  // threads: one for each half of W, and a warp for x
-#define HALVED 1   // of the last pairs of tiles of rows, per CTA, are drawn as halves, so that CTAs end less far apart
+#define HALVED 1   // pairs of tiles of rows per CTA, the last ones, are drawn as halves: CTAs end less far apart
 #define DRAWS 1    // entries; with more, tiles are drawn earlier, and CTAs end less at the same time
 #define POLLS 64   // some 40 us
 
 struct Products {
   Params gate_up, down;
   const u16* x;       // [M, h]
-  const int* tokens;  // [rows]: of each pair
+  const int* tokens;  // [rows]: token of a row's pair; not set where a row has none
   int h;              // a multiple of 8
-  u64* written;   // see Written
-  int* counters;  // CTAs that have started, and tiles of down that were drawn; cleared by the list kernel
+  u64* written;       // see Written
+  int* counters;      // CTAs that have started, and tiles of down that were drawn; cleared by the list kernel
 };
 
 // Of every tile, how many pieces of `middle` are in memory: two of each pair of tiles of rows. The list kernel clears
@@ -38,8 +38,8 @@ struct Written {
   }
 };
 
-// What a CTA draws of down: a pair of tiles of rows, or its first or second half.
-enum Half { FIRST, SECOND, BOTH };
+// What a CTA draws of down: a pair of tiles of rows, or half of it.
+enum Half { FIRST, SECOND, BOTH };  // as numbers: first_tile's
 struct Draw {
   int2 tile;
   int row_pair;  // -1 behind the last one
@@ -103,7 +103,7 @@ __device__ __forceinline__ void draw_tiles(const Products& all, Draws draws) {
     const int drawn = atomicAdd(all.counters + 1, 1);
     if (drawn >= end) break;
     const int halves = max(drawn - whole, 0), pair = drawn - (halves + 1) / 2, tile = pair / p.row_pairs;
-    draws.push({__ldcg(p.tiles + tile), pair - tile * p.row_pairs, drawn < whole ? BOTH : halves % 2});
+    draws.push({__ldcg(p.tiles + tile), pair - tile * p.row_pairs, drawn < whole ? BOTH : halves % 2 ? SECOND : FIRST});
   }
   draws.push({make_int2(0, 0), -1, BOTH});
 }

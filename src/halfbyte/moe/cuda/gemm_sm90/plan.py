@@ -18,7 +18,7 @@ STRIP = 16
 MAX_PAIRS = 2**20
 """Max pairs, because every CTA of the sort kernel counts all expert ids."""
 SORT_THREADS = 512
-LIST_THREADS, LIST_PAIRS = 1024, (1, 8)
+LIST_THREADS, LIST_PAIRS = 1024, (1, 2, 8)
 """Threads of the only CTA of `list.cu`, and pairs per thread that it is compiled for."""
 MAX_NARROW_PAIRS = LIST_THREADS * LIST_PAIRS[-1]
 _MAX_STAGES = 12
@@ -29,7 +29,8 @@ _STEP_MICROSECONDS = {16: 0.46, 32: 0.61, 64: 0.74, 96: 0.97, 128: 1.14, 192: 1.
 """Time of a step by the width of its matmuls, with one CTA per SM: fitted to times of both products
 on an H100, within 4 %, for 16 to 256 tokens and experts of Qwen3-30B-A3B and GPT-OSS-20B. Those of
 192 and 256 are that of 128 times ratios measured for dense layers; that of 16 lets `narrow.cu` end
-at a mean of 13 tokens per expert, as it should on an H200 (`moe_narrow_variants.json`)."""
+at a mean of 13 tokens per expert, where tiles of 32 took over on an H200 while tokens were still
+sorted (`moe_narrow_variants.json`)."""
 WIDTHS = {
     16: (16,),
     32: (32,),

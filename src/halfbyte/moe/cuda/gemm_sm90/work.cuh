@@ -1,4 +1,4 @@
-// What gemm.cu and narrow.cu compute: tiles of sorted pairs, which the sort kernel has listed, times pairs of tiles of
+// What gemm.cu and narrow.cu compute: tiles of sorted pairs, which the kernel in front has listed, times pairs of tiles of
 // rows.
 
 #pragma once
