@@ -18,7 +18,8 @@ _MAX_WARPS = {True: 12, False: 16}
 """Of a CTA of the first product and of the second: registers of both fit on an SM."""
 _MAX_TILES_PER_SM = 8
 """Of the first product. On an H200 GPT-OSS-20B has 11: a layer took 29.2 µs
-(`benchmarks/results/moe_streaming_variants.json`), and takes 24.1 with `experts.cu`."""
+(`moe_streaming_variants.json` in `benchmarks/results`), and takes 22.3 with `experts.cu`
+(`moe.json`)."""
 _MAX_STAGES, _PARTS = 6, 2
 _TASK_PARTS, _SHARED_TASK_PARTS = 0.2, 1.0
 """Fixed cost of a task, in units of the time of one part; `plan.py` has the same for its units. In
