@@ -49,13 +49,16 @@ def main() -> None:
         if "cuda" in report["backends"]:
             draw(report, PICTURE)
         return
-    run = MoeRun(
-        torch.device(arguments.device),
-        arguments.shapes,
-        arguments.m,
-        arguments.backends,
-        arguments.peers,
-    )
+    try:
+        run = MoeRun(
+            torch.device(arguments.device),
+            arguments.shapes,
+            arguments.m,
+            arguments.backends,
+            arguments.peers,
+        )
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.warm_up:
         run.warm_up()
     else:

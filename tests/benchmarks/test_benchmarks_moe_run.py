@@ -247,6 +247,15 @@ def test_wrong_results_end_with_1(
     assert "4x2x64x32 M=1: reference: RuntimeError: wrong results: " in capsys.readouterr().err
 
 
+def test_an_unknown_peer_is_an_error_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        program(monkeypatch, "--out", str(tmp_path / "moe.json"), "--peers", "marlin", *TINY)
+    assert end.value.code == 2
+    assert "error: MoE peer: unknown 'marlin'; expected one of" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_benchmark_on_a_gpu() -> None:
     """Every peer that is installed computes what the reference does."""

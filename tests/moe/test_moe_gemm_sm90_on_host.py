@@ -170,6 +170,9 @@ def test_ids_of_no_expert(absent: int) -> None:
     out = run(hidden, experts, ids, weights)
     assert not out[1].any()
     assert_close_enough(out, hidden, experts, ids, weights)
+    weights[1], weights[2, 0] = torch.nan, torch.inf
+    for tokens in (16, 32):
+        assert torch.equal(run(hidden, experts, ids, weights, tokens), out)
     assert not run(hidden, experts, torch.full_like(ids, absent), weights).any()
 
 

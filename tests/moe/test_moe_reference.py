@@ -79,6 +79,8 @@ def test_ids_of_no_expert_add_nothing(absent: int) -> None:
     out = moe_reference(hidden, experts, ids, weights)
     assert not out[1].any()
     torch.testing.assert_close(out, dense(hidden, experts, ids, weights))
+    weights[1], weights[2, 0] = torch.nan, torch.inf
+    assert torch.equal(moe_reference(hidden, experts, ids, weights), out)
 
 
 def test_only_hit_experts_are_read() -> None:

@@ -161,3 +161,21 @@ def test_quantize_gives_a_silent_layer_the_median_scale(
     others = [v for layer, (_, v) in scales.items() if layer != 1]
     assert scales[1][1] == pytest.approx(median(others), rel=1e-6)
     assert "V is all zero in layer 1" in caplog.text
+
+
+def test_quantize_names_the_weight_that_is_not_finite(source: Path) -> None:
+    """Not the layer behind it, whose inputs it spoils."""
+    for file in bundled_model_path().glob("tokenizer*"):
+        (source / file.name).write_bytes(file.read_bytes())
+    weights = load_file(source / "model.safetensors")
+    weights[f"{LAYER}.weight"][3, 5] = torch.nan
+    write_weights(source, weights)
+    (source.parent / "text.txt").write_text("Some text. " * 20)
+    with pytest.raises(CheckpointError) as error:
+        quantize_checkpoint(
+            *(source, source.parent / "target"),
+            dialect="modelopt",
+            weights="nvfp4",
+            calibration_file=source.parent / "text.txt",
+        )
+    assert str(error.value) == f"{LAYER}.weight: expected finite values, found NaN or infinity"

@@ -292,6 +292,11 @@ def test_selection_passes_over_foreign_tensors(architecture: str, name: str) -> 
             "expected 4 experts, found BF16 [48, 64] of number 4",
         ),
         (
+            "qwen3_moe",
+            "model.layers.1.mlp.experts.-1.up_proj.weight",
+            "expected 4 experts, found BF16 [48, 64] of number -1",
+        ),
+        (
             "llama",
             "model.layers.1.mlp.up_proj.weight_scale",
             "expected no tensor of quantized weights in this layer, found BF16 [48, 64]",

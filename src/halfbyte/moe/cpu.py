@@ -64,7 +64,7 @@ def nvfp4_moe_cpu(
         rows = _product(rows, gate_up, gate_up_bias, expert, batch_invariant)
         rows = activation(rows.float()).to(x.dtype)
         results[pairs] = _product(rows, down, down_bias, expert, batch_invariant)
-    return weighted_sum(results, topk_weights).to(x.dtype)
+    return weighted_sum(results, topk_weights, topk_ids, num_experts).to(x.dtype)
 
 
 def _product(

@@ -26,7 +26,9 @@ def hit_experts(topk_ids: torch.Tensor, num_experts: int) -> Iterator[tuple[int,
         start += count
 
 
-def weighted_sum(results: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+def weighted_sum(
+    results: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int
+) -> torch.Tensor:
     """`[M, H]`: each token's results times their weights, added in the order of j.
 
     In float32 (float64 for float64 results), one product and one sum per step: the bits do not
@@ -34,10 +36,12 @@ def weighted_sum(results: torch.Tensor, topk_weights: torch.Tensor) -> torch.Ten
 
     Args:
         results: `[M * top_k, H]`, by pairs; zeros for skipped ids.
-        topk_weights: `[M, top_k]`.
+        topk_weights: `[M, top_k]`; those of skipped ids do not matter.
+        topk_ids, num_experts: as for `hit_experts`.
     """
     compute = torch.float64 if results.dtype == torch.float64 else torch.float32
-    weights = topk_weights.to(compute)
+    is_skipped = (topk_ids < 0) | (topk_ids >= num_experts)
+    weights = topk_weights.to(compute).masked_fill(is_skipped, 0)
     by_token = results.unflatten(0, topk_weights.shape)
     total = by_token.new_zeros((by_token.shape[0], by_token.shape[2]), dtype=compute)
     for j in range(topk_weights.shape[1]):

@@ -52,7 +52,8 @@ def _of_expert(
         raise ValueError(
             f"{name}, row {row}: expected MXFP4 exponents within {_LARGEST - _SMALLEST} of the "
             f"row's largest, found {int(exponents[row][used[row]].min())} and "
-            f"{int(largest[row])}; the MoE backend 'reference' takes any"
+            f"{int(largest[row])}; the MoE backend 'reference' takes any "
+            "(HALFBYTE_MOE_BACKEND=reference)"
         )
     values = torch.where(used, torch.exp2(relative.float()), 0.0)
     encoded = torch.where(is_nan, e4m3.E4M3_NAN, e4m3.encode(values))

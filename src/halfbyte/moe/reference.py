@@ -37,7 +37,7 @@ def moe_reference(
         rows = _linear(rows, experts.gate_up, expert, interleaved, batch_invariant)
         rows = experts.activation(rows)
         results[pairs] = _linear(rows, experts.down, expert, False, batch_invariant)
-    return weighted_sum(results, topk_weights).to(hidden.dtype)
+    return weighted_sum(results, topk_weights, topk_ids, experts.num_experts).to(hidden.dtype)
 
 
 def _linear(

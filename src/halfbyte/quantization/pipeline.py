@@ -50,7 +50,7 @@ from halfbyte.quantization.source_folder import (
     files_to_copy,
     read_unquantized_config,
 )
-from halfbyte.quantization.write_layers import RoundedLayer, write_layers
+from halfbyte.quantization.write_layers import RoundedLayer, check_finite, write_layers
 
 METHODS = ("rtn", "gptq")
 """Rounding of weights: to nearest, or with error feedback, see `gptq`."""
@@ -230,13 +230,18 @@ def _calibrate(
 ) -> CalibrationResult:
     tokenizer = load_tokenizer(source.folder)
     token_ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
-    calibration = calibrate_layers(
-        load_model(source.folder),
-        token_ids,
-        source.selection.modules,
-        f"{token_ids.shape[1]} tokens of {name_of_text}",
-        partial(on_progress, "calibrating"),
-    )
+    try:
+        calibration = calibrate_layers(
+            load_model(source.folder),
+            token_ids,
+            source.selection.modules,
+            f"{token_ids.shape[1]} tokens of {name_of_text}",
+            partial(on_progress, "calibrating"),
+        )
+    except ValueError:
+        # A weight that is not finite shows in the inputs of layers behind it.
+        check_finite(source.index, source.selection.modules)
+        raise
     return _with_valid_kv_amax(calibration) if output.kv_cache_dtype else calibration
 
 

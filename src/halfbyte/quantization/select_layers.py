@@ -33,7 +33,7 @@ logger = logging.getLogger("halfbyte")
 
 _IN_DECODER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 _EXPERT = re.compile(
-    rf"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<projection>{'|'.join(PROJECTIONS)})$"
+    rf"(?P<experts>.*\.experts)\.(?P<number>-?\d+)\.(?P<projection>{'|'.join(PROJECTIONS)})$"
 )
 _FUSED = {
     "q_proj": "qkv",
@@ -150,7 +150,7 @@ def _decoder_linears(modules: Mapping[str, nn.Module], index: CheckpointIndex) -
             yield module
         elif owner is None and (match := _EXPERT.match(module)):
             count = _number_of_experts(modules, module)
-            if 0 < count <= int(match["number"]):
+            if count and not 0 <= int(match["number"]) < count:
                 raise CheckpointError(
                     f"{index.folder}: {name}: expected {count} experts, found {entry} of number "
                     f"{match['number']}"

@@ -7,7 +7,7 @@ holds one group of layers and one shard of the result.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -35,6 +35,7 @@ from halfbyte.quantization.output_tensors import (
 )
 from halfbyte.quantization.select_layers import LayerSelection
 
+_NOT_FINITE = "{}: expected finite values, found NaN or infinity"
 _CHUNK_VALUES = 2**20
 """Values quantized at once; temporaries take about 20 bytes per value."""
 _KERNEL_FORMATS = {
@@ -195,6 +196,20 @@ def _quantize_group(
     return errors
 
 
+def check_finite(index: CheckpointIndex, modules: Sequence[str]) -> None:
+    """Raise CheckpointError for the first layer with a weight that is NaN or infinite.
+
+    Args:
+        index: of the checkpoint.
+        modules: names of the layers.
+    """
+    names = [f"{module}.weight" for module in modules]
+    bad = {name for name, weight in index.stream(names) if not weight.isfinite().all()}
+    for name in names:
+        if name in bad:
+            raise CheckpointError(_NOT_FINITE.format(name))
+
+
 def max_magnitude(name: str, weight: torch.Tensor) -> float:
     """amax of a weight.
 
@@ -209,7 +224,7 @@ def max_magnitude(name: str, weight: torch.Tensor) -> float:
     low, high = (float(bound) for bound in weight.aminmax())
     amax = max(-low, high)
     if not math.isfinite(low + high):
-        raise CheckpointError(f"{name}: expected finite values, found NaN or infinity")
+        raise CheckpointError(_NOT_FINITE.format(name))
     return amax
 
 

@@ -54,7 +54,7 @@ struct Place {
   __device__ __forceinline__ void load(const Params& p, int pair) {
 #if SORTED
     const int2 place = __ldcg(p.places + pair);
-    row = place.x, weight = __int_as_float(place.y);
+    row = place.x, weight = row < 0 ? 0.0f : __int_as_float(place.y);  // that of a pair without an expert may be NaN
 #else
     if (p.pairs.expert(pair) >= 0) row = pair;
 #endif

@@ -31,6 +31,7 @@ from halfbyte.plugins.vllm.moe_weights import (
     parameters_of,
 )
 from halfbyte.plugins.vllm.scales import has_no_weights
+from halfbyte.plugins.vllm.stored_experts import StoredExperts, check_top_k
 from halfbyte.plugins.vllm.unloaded import (
     check_experts,
     check_gpt_oss,
@@ -78,8 +79,9 @@ class HalfbyteMoeMethod(FusedMoEMethodBase):
         if "quant_config" in given:
             self.quant_config = given["quant_config"]
         # Read here: the configuration is not available when weights are processed.
-        load_config = get_current_vllm_config().load_config
-        self._is_dummy = has_no_weights(load_config)
+        vllm_config = get_current_vllm_config()
+        self._is_dummy = has_no_weights(vllm_config.load_config)
+        self._stored = StoredExperts.of(vllm_config)
         self.kernel: MoeKernel | None = None
         self._names: tuple[str, ...] = ()
         self.is_monolithic = _routes()  # computed once: on CPUs Dynamo traces its readers
@@ -99,10 +101,18 @@ class HalfbyteMoeMethod(FusedMoEMethodBase):
         """None: it describes weights for vLLM's kernels."""
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Create vLLM's parameters, filled with marks by which those never loaded are found."""
+        """Create vLLM's parameters, filled with marks by which those never loaded are found.
+
+        Raises:
+            ValueError: the checkpoint's experts have other shapes or numbers, or a token more
+                experts than there are; the message names the layer.
+        """
+        check_top_k(layer.layer_name, self.moe)
         super().create_weights(layer, *args, **kwargs)
         if self._is_dummy:
             return
+        if self._stored is not None:
+            self._stored.check(layer.layer_name, self.moe, format_of(self.vllm_class))
         if self.vllm_class.__name__ == GPT_OSS_METHOD:
             mark_gpt_oss(layer)
         else:

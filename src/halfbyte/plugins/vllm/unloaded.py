@@ -106,7 +106,8 @@ def mark_gpt_oss(layer: Any) -> None:
 
 
 def check_gpt_oss(layer: Any, tp_rank: int) -> None:
-    """Raise ValueError for tensors of a layer that were not loaded, or biases that are not finite.
+    """Raise ValueError for tensors of a layer that were not loaded, block scales that are NaN, or
+    biases that are not finite.
 
     Padding of biases becomes zero.
 
@@ -121,13 +122,22 @@ def check_gpt_oss(layer: Any, tp_rank: int) -> None:
             tensor = getattr(layer, f"{name}_{suffix}").data
             if tensor.numel() and not tensor.any():
                 raise ValueError(f"{layer.layer_name}: {name}_{suffix} of all experts is missing")
+    for name in _PROJECTIONS:
+        scales = getattr(layer, f"{name}_weight_scale").data
+        bad = torch.stack([_has_bad(expert, 1, "mxfp4") for expert in scales])
+        _refuse_first(layer, _gpt_oss_projection(name), "block scales are NaN", bad)
     for name, bias in _biases_of(layer).items():
         unloaded = (bias.view(torch.int16) == _UNLOADED_BIAS).view(*bias.shape, -1).all(-1)
-        projection = ("gate_up_proj",) if name == "w13" else _PROJECTIONS[name]
+        projection = _gpt_oss_projection(name)
         missing = unloaded.all(1) & (tp_rank == 0)
         _refuse_first(layer, projection, _NO_BIASES, missing[:, None])
         bias[unloaded] = 0
         _refuse_first(layer, projection, _BAD_BIASES, ~bias.isfinite().all(1, keepdim=True))
+
+
+def _gpt_oss_projection(name: str) -> tuple[str, ...]:
+    """The only part of a matrix in GPT-OSS's files."""
+    return ("gate_up_proj",) if name == "w13" else _PROJECTIONS[name]
 
 
 def _biases_of(layer: Any) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from checkpoints.mxfp4_folders import make_gpt_oss, make_mxfp4
 from halfbyte.checkpoints import read_kv_scales
@@ -84,6 +85,24 @@ def test_experts_equal_halfbyte_s_engine(tmp_path: Path, name: str) -> None:
 def test_a_missing_tensor_is_refused(tmp_path: Path, name: str, tensor: str, message: str) -> None:
     folder = without(MAKE[name](tmp_path), tensor)
     with pytest.raises(Exception, match=f"layers.1.*{message}"), engine(folder):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen3-modelopt", "layers.1.mlp.experts.2.up_proj.weight"),
+        pytest.param("gpt-oss", "layers.1.mlp.experts.down_proj_blocks", marks=pytest.mark.slow),
+    ],
+)
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path, name: str, tensor: str) -> None:
+    """vLLM would load what there is of it."""
+    folder = MAKE[name](tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    found = f"model.{tensor}"
+    tensors[found] = tensors[found][:3].contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(Exception, match=r"layers.1.*: expected shape .*, found"), engine(folder):
         pass
 
 

@@ -248,12 +248,15 @@ def test_gpt_oss_s_ranks_add_up(ranks: int, monkeypatch: pytest.MonkeyPatch) -> 
         ("w13_bias", torch.nan, "expert 3: gate_up_proj's biases are NaN or infinite$"),
         ("w2_bias", torch.inf, "expert 3: down_proj's biases are NaN or infinite$"),
         ("w2_weight_scale", None, "w2_weight_scale of all experts is missing$"),
+        ("w13_weight_scale", 0xFF, "expert 3: gate_up_proj's block scales are NaN$"),
+        ("w2_weight_scale", 0xFF, "expert 3: down_proj's block scales are NaN$"),
     ],
 )
 def test_gpt_oss_s_missing_tensors_are_refused(name: str, value: Any, message: str) -> None:
     experts, bad = gpt_oss_experts(), None
     if value is not None:
-        found = experts.gate_up.bias if name == "w13_bias" else experts.down.bias
+        matrices = experts.gate_up if name.startswith("w13") else experts.down
+        found = matrices.bias if name.endswith("bias") else matrices.scales
         assert found is not None
         bad = found.clone()
         bad[3, 5] = value
