@@ -162,7 +162,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
     if (own != at_entry) {
 #if !RESIDENT
       if (own > 0) __syncthreads();  // the last entry's tokens are no longer read
-      load_rows(shared, count, [&](int row) { return p.x + (u64)(pairs[row] / (GATED ? p.pairs.top_k : 1)) * K; }, octets);
+      const int pairs_per_row = GATED ? p.pairs.top_k : 1;
+      load_rows(shared, count, [&](int row) { return p.x + (u64)(pairs[row] / pairs_per_row) * K; }, octets);
       __syncthreads();
 #endif
       at_entry = own;

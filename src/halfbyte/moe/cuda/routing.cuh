@@ -37,6 +37,16 @@ struct Pairs {
   __device__ __forceinline__ int expert_of(long long id) const { return id >= 0 && id < num_experts ? (int)id : -1; }
 };
 
+// Inclusive prefix sum over the lanes of a warp.
+__device__ __forceinline__ int sum_of_lanes(int x) {
+#pragma unroll
+  for (int delta = 1; delta < 32; delta *= 2) {
+    const int before = __shfl_up_sync(~0u, x, delta);
+    if ((threadIdx.x & 31) >= delta) x += before;
+  }
+  return x;
+}
+
 // In shared memory.
 struct Routing {
   int* num_entries;

@@ -33,11 +33,11 @@ __device__ __forceinline__ void copy_token(u8* to, const u16* row, int thread) {
   for (int octet = thread; octet < X_OCTETS; octet += THREADS_OF_ROW) copy_octet(to, row, octet);
 }
 
-// Octets of rows of x on their way to shared memory, X_LOADS per thread. `address_of(i)`: of the i-th row.
+// Octets of tokens between global and shared memory, X_LOADS per thread. `address_of(i)`: of the i-th token.
 struct Octets {
   uint4 v[X_LOADS];
 
-  // Loads octets `first`, first + THREADS, ... of all rows' octets.
+  // Loads octets `first`, first + THREADS, ... of all tokens, one token after another.
   template <class AddressOf>
   __device__ __forceinline__ void load(int rows, int first, const AddressOf& address_of) {
 #pragma unroll
@@ -62,7 +62,8 @@ struct Octets {
   }
 };
 
-// Loads rows of x; called by all threads, before a barrier. `octets`: those of the first turn, if `is_loaded`.
+// Loads tokens; called by all threads, before a barrier. With `is_loaded`, `octets` already has those from threadIdx.x
+// on.
 template <class AddressOf>
 __device__ __forceinline__ void load_rows(u8* to, int rows, const AddressOf& address_of, Octets& octets,
                                           bool is_loaded = false) {

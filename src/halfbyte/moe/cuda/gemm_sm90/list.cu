@@ -33,13 +33,7 @@ __device__ __forceinline__ void place_experts(const Params& p, const int* counts
 #pragma unroll 1
     for (int i = lane; i < first; i += 32) earlier += rounded(counts[i]);
     const int expert = first + lane, count = expert < num_experts ? counts[expert] : 0;
-    int end = rounded(count);  // of the expert's rows, first from those of this warp
-#pragma unroll
-    for (int delta = 1; delta < 32; delta *= 2) {
-      const int before = __shfl_up_sync(~0u, end, delta);
-      if (lane >= delta) end += before;
-    }
-    end += __reduce_add_sync(~0u, earlier);
+    const int end = sum_of_lanes(rounded(count)) + __reduce_add_sync(~0u, earlier);  // of the expert's rows
     int row = end - rounded(count);
     if (expert < num_experts) rows[expert] = row;
 #pragma unroll 1

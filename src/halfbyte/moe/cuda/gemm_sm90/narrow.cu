@@ -94,7 +94,7 @@ struct Loader {
         fence_async_proxy();  // gate_up's x came by the other proxy
         barrier_expect(barrier, octets * OCTET_BYTES);
         copy_boxes(to, map, tile.first, 2 * step, barrier);
-        // Rows that are nobody's may follow; their results are not used.
+        // Rows without a pair may follow; their results are not used.
         if (octets == 2) copy_boxes(to + OCTET_BYTES, map, tile.first + 8, 2 * step, barrier);
       } else {
         barrier_arrive(barrier);
@@ -209,7 +209,8 @@ struct Worker {
           const u32 at = offset + octet * OCTET_BYTES + half * 1024;
           if (IS_GATED) {
             const uint4 y = load16((gathered ^ j * 16) + at);
-            x_words[j][octet][0] = y.x, x_words[j][octet][1] = y.y, x_words[j][octet][2] = y.z, x_words[j][octet][3] = y.w;
+            u32* const to = x_words[j][octet];
+            to[0] = y.x, to[1] = y.y, to[2] = y.z, to[3] = y.w;
           } else {
             ldmatrix4(x_words[j][octet], (x ^ j * 64) + at);
           }

@@ -4,9 +4,9 @@
 #include "moe/cuda/gemm_sm90/memory.cuh"
 
 #define LOADERS 34  // threads: one for each half of W, and a warp for x
-#define HALVED 1   // pairs of tiles of rows per CTA, the last ones, are drawn as halves: CTAs end less far apart
-#define DRAWS 1    // entries; with more, tiles are drawn earlier, and CTAs end less at the same time
-#define POLLS 64   // some 40 us
+#define HALVED 1    // pairs of tiles of rows per CTA, the last ones, drawn as halves: CTAs end closer together
+#define DRAWS 1     // entries; with more, tiles are drawn earlier, and CTAs end less at the same time
+#define POLLS 64    // some 40 us
 
 struct Products {
   Params gate_up, down;
@@ -39,7 +39,7 @@ struct Written {
 };
 
 // What a CTA draws of down: a pair of tiles of rows, or half of it.
-enum Half { FIRST, SECOND, BOTH };  // as numbers: first_tile's
+enum Half { FIRST, SECOND, BOTH };  // 0 and 1 are ranks of first_tile
 struct Draw {
   int2 tile;
   int row_pair;  // -1 behind the last one

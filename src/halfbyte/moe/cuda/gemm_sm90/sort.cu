@@ -34,16 +34,6 @@ struct Counts {
   int* own;     // [range]: experts of this CTA's range
 };
 
-// Inclusive prefix sum over the lanes of a warp.
-__device__ __forceinline__ int sum_of_lanes(int x) {
-#pragma unroll
-  for (int delta = 1; delta < 32; delta *= 2) {
-    const int before = __shfl_up_sync(~0u, x, delta);
-    if ((threadIdx.x & 31) >= delta) x += before;
-  }
-  return x;
-}
-
 template <class Id, int LOADS>
 __device__ __forceinline__ void count_pairs(const Params& p, const Counts& counts, int begin, int end) {
   const Id* const ids = (const Id*)p.pairs.ids;

@@ -1,5 +1,5 @@
-// What gemm.cu and narrow.cu compute: tiles of sorted pairs, which the kernel in front has listed, times pairs of tiles of
-// rows.
+// What gemm.cu and narrow.cu compute: tiles of sorted pairs, which the kernel in front has listed, times pairs of tiles
+// of rows.
 
 #pragma once
 #include "kernels/runtime/sm90.cuh"
